@@ -1,0 +1,131 @@
+"""`OffloadConfig`: everything that a user may decide, validated once."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from zerooffload.errors import ConfigError
+from zerooffload.formats import parse_bytes
+
+
+class TierName(StrEnum):
+    """Where a state can have its home, from the fastest to the largest."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
+"""A number of bytes, also written "24GiB"."""
+
+HomeTier = Literal["auto", "device", "host", "nvme"]
+TierChoice = HomeTier | dict[str, HomeTier]
+"""One home tier for all units, or one for each `fnmatch` pattern of unit names; the first that matches counts."""
+
+_COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+UnitSpec = Literal["auto"] | list[str] | list[type] | Callable[..., Any]
+
+
+def _a_list_of_paths(value: Any) -> Any:
+    return [value] if isinstance(value, str | Path) else value
+
+
+class OffloadConfig(BaseModel):
+    """How a model is cut, where its states live, and what they may take.
+
+    Frozen and keyword-only. Byte counts are integers or texts with a unit ("24GiB"). An unknown or wrong field raises
+    `ConfigError` with its name.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    stage: Literal[3] = 3
+    """ZeRO stage. Stages 0 to 2 do not exist yet."""
+    params: TierChoice = "auto"
+    """Home tier of the parameters. "auto" is host until a planner chooses."""
+    optimizer: TierChoice = "auto"
+    """Home tier of the optimizer state (the master remainder and both moments)."""
+    gradients: TierChoice = "auto"
+    """Home tier of the gradients between backward and update."""
+    nvme_paths: Annotated[tuple[Path, ...], BeforeValidator(_a_list_of_paths)] = ()
+    """Folders on the drives of the nvme tier. A folder of ours is made inside each; nothing else is touched."""
+    device_memory: ByteCount | None = None
+    """Bound on our bytes in device memory. None: what the device has free."""
+    host_memory: ByteCount | None = None
+    """Bound on our bytes in host memory; on a CPU device it includes the parameters in use. None: what the machine (or
+    its memory cgroup) has available."""
+    nvme_space: ByteCount | None = None
+    """Bound on our bytes on the nvme paths together. None: what is free there."""
+    compute_dtype: Literal["fp32", "bf16"] | None = None
+    """Dtype of floating-point parameters in forward and backward. None keeps the model's own."""
+    units: UnitSpec = "auto"
+    """How the model is cut: "auto", module classes, `fnmatch` patterns of module names, or `(name, module) -> bool`."""
+    update: Literal["auto", "after_backward"] = "auto"
+    """When the optimizer update runs. "auto" is after_backward until the hidden modes exist."""
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """CPU threads of the optimizer kernel. None: the cores that this process may use."""
+    io_engine: Literal["auto", "threads", "aiofiles"] = "auto"
+    """I/O engine of the nvme tier. A forced engine never falls back."""
+
+    def __init__(self, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise ConfigError(describe_validation_error("OffloadConfig", error)) from None
+
+    @model_validator(mode="after")
+    def _nvme_needs_a_path(self) -> Self:
+        choices = (self.params, self.optimizer, self.gradients)
+        wants_nvme = any("nvme" in (c.values() if isinstance(c, dict) else (c,)) for c in choices)
+        if wants_nvme and not self.nvme_paths:
+            raise ValueError("a state has its home on nvme, but nvme_paths is empty: name a folder on the drive")
+        return self
+
+    @property
+    def torch_compute_dtype(self) -> torch.dtype | None:
+        """The compute dtype as torch's, or None to keep the model's own."""
+        return None if self.compute_dtype is None else _COMPUTE_DTYPES[self.compute_dtype]
+
+    @classmethod
+    def from_mapping(cls, fields: Mapping[str, Any]) -> Self:
+        """A config from plain values, as read from TOML or JSON."""
+        return cls(**fields)
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> Self:
+        """A config from the fields of a TOML file.
+
+        Raises
+        ------
+        ConfigError
+            If the file is missing or is not TOML, or a field is unknown or wrong.
+        """
+        try:
+            fields = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error}") from error
+        return cls(**fields)
+
+
+def describe_validation_error(whose: str, error: ValidationError) -> str:
+    """One line a wrong field: its name, what is wrong, what was given."""
+    lines = [f"{whose}: {error.error_count()} wrong setting(s)"]
+    for item in error.errors():
+        name = ".".join(str(part) for part in item["loc"]) or "(whole)"
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "extra_forbidden":
+            message = "unknown setting; check its spelling"
+            lines.append(f"  {name}: {message}")
+        elif item["loc"]:
+            lines.append(f"  {name}: {message} (got {item['input']!r})")
+        else:
+            lines.append(f"  {message}")
+    return "\n".join(lines)
