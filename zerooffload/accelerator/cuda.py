@@ -1,0 +1,131 @@
+"""CUDA as compute device. The only file that names torch.cuda."""
+
+from __future__ import annotations
+
+import torch
+
+from zerooffload.accelerator.api import Event, Stream
+from zerooffload.accelerator.pages import PageRange
+from zerooffload.errors import InternalError
+from zerooffload.formats import MIB, round_up
+
+# torch's caching allocator: small blocks are multiples of 512 bytes, requests of 10 MiB and more of 2 MiB.
+_SMALL_ROUNDING_BYTES = 512
+_LARGE_REQUEST_BYTES = 10 * MIB
+_LARGE_ROUNDING_BYTES = 2 * MIB
+
+
+class CudaRange:
+    """A storage that is resized between nothing and its length; the tensors over it stay valid.
+
+    Memory is always taken under the `copy_in` stream: the allocator then hands a freed block only to that stream, which
+    waits for compute before it refills. That makes `record_stream` (whose frees come at unknown times) unnecessary.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.nbytes = _rounded(nbytes)
+        self._length_bytes = nbytes
+        self._stream = stream
+        self.tensor = torch.empty(0, dtype=torch.uint8, device=device)
+        with torch.cuda.stream(stream):
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.tensor.untyped_storage().resize_(0)
+
+    def fill(self) -> None:
+        """Take a block from the allocator, under `copy_in`."""
+        with torch.cuda.stream(self._stream):
+            self.tensor.untyped_storage().resize_(self._length_bytes)
+
+    def empty(self) -> None:
+        """Give the block back to the allocator."""
+        self.tensor.untyped_storage().resize_(0)
+
+
+class CudaStream:
+    """A CUDA stream. Without one given: the stream that is current when it is used (torch's compute)."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._device = device
+        self._stream = stream
+
+    def native(self) -> torch.cuda.Stream:
+        """Torch's object."""
+        return self._stream if self._stream is not None else torch.cuda.current_stream(self._device)
+
+    def wait(self, event: Event) -> None:
+        """Order later work after `event`, on the device."""
+        if not isinstance(event, CudaEvent):
+            raise InternalError(f"a CUDA stream cannot wait for {type(event).__name__}")
+        self.native().wait_event(event.native)
+
+
+class CudaEvent:
+    """A recorded CUDA event."""
+
+    def __init__(self, stream: CudaStream) -> None:
+        self.native = torch.cuda.Event()
+        self.native.record(stream.native())
+
+    def wait(self) -> None:
+        """Block the calling thread."""
+        self.native.synchronize()
+
+    def done(self) -> bool:
+        """Ask without blocking."""
+        return bool(self.native.query())
+
+
+class CudaAccelerator:
+    """One CUDA device; see `Accelerator`."""
+
+    shares_host_memory = False
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.name = str(device)
+        self._copy_in = torch.cuda.Stream(device)
+        self.compute = CudaStream(device)
+        self.copy_in = CudaStream(device, self._copy_in)
+        self.copy_out = CudaStream(device, torch.cuda.Stream(device))
+
+    def range_nbytes(self, nbytes: int) -> int:
+        """As the caching allocator rounds a block."""
+        return _rounded(nbytes)
+
+    def reserve(self, nbytes: int) -> CudaRange:
+        """A storage of length zero."""
+        return CudaRange(nbytes, self.device, self._copy_in)
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Page-aligned memory of the exact size, registered: torch's pinned allocator rounds up to a power of two."""
+        pages = PageRange(nbytes)
+        pages.populate()
+        status = torch.cuda.cudart().cudaHostRegister(pages.tensor.data_ptr(), pages.nbytes, 0)
+        if int(status) != 0:
+            # Not an error: copies from unpinned memory are right, only slower and not asynchronous.
+            torch.cuda.cudart().cudaGetLastError()
+        return pages.tensor
+
+    def record(self, stream: Stream) -> Event:
+        """An event at the end of what `stream` has been given."""
+        if not isinstance(stream, CudaStream):
+            raise InternalError(f"not a CUDA stream: {type(stream).__name__}")
+        return CudaEvent(stream)
+
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Asynchronous where the host side is pinned."""
+        if not isinstance(stream, CudaStream):
+            raise InternalError(f"not a CUDA stream: {type(stream).__name__}")
+        with torch.cuda.stream(stream.native()):
+            target.copy_(source, non_blocking=True)
+
+    def available_bytes(self) -> int:
+        """What the driver says is free, and what the allocator holds in reserve."""
+        free, _total = torch.cuda.mem_get_info(self.device)
+        held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return free + held
+
+
+def _rounded(nbytes: int) -> int:
+    rounding = _LARGE_ROUNDING_BYTES if nbytes >= _LARGE_REQUEST_BYTES else _SMALL_ROUNDING_BYTES
+    return round_up(max(nbytes, 1), rounding)

@@ -1,0 +1,63 @@
+"""What one step did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierUsage:
+    """Bytes of ours on one tier. On a CPU the device tier aliases host memory: its bytes count inside the host's.
+
+    Attributes
+    ----------
+    budget_bytes : int
+        The most that may be leased.
+    planned_bytes : int
+        What the plan announced before training.
+    leased_bytes, peak_bytes : int
+        Leased now, and at most so far.
+    """
+
+    name: str
+    budget_bytes: int
+    planned_bytes: int
+    leased_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """The last finished `optimizer.step()`, counted from the end of the one before.
+
+    Attributes
+    ----------
+    step : int
+        1 for the first.
+    seconds : float
+        Wall time.
+    bytes_moved : Mapping[str, int]
+        Bytes by link: "nvme_read", "nvme_written", "copy_in", "copy_out".
+    waits, work : Mapping[str, float]
+        Seconds in which the training thread stood waiting, by cause, and did work of ours, by kind. The rest of
+        `seconds` is the model's own compute and the user's loop.
+    tiers : tuple[TierUsage, ...]
+        device, host and nvme.
+    baseline_bytes, process_peak_bytes : int
+        Resident memory of the process before `offload`, and its peak (VmHWM) so far.
+    """
+
+    step: int
+    seconds: float
+    bytes_moved: Mapping[str, int]
+    waits: Mapping[str, float]
+    work: Mapping[str, float]
+    tiers: tuple[TierUsage, ...]
+    baseline_bytes: int
+    process_peak_bytes: int
+
+    @property
+    def compute_seconds(self) -> float:
+        """What is left of the step without our waits and work."""
+        return self.seconds - sum(self.waits.values()) - sum(self.work.values())

@@ -1,0 +1,88 @@
+"""Every wait of a run, by name.
+
+[Note: waits have names]
+Each place where one party must be behind another is a member of `Wait` and goes through `Waits`. That names every stall
+in the reports, and lets a test take out one wait at a time and see the numbers go wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Protocol
+
+from zerooffload.accelerator import Event, Stream
+from zerooffload.telemetry.recorder import Recorder
+
+
+class Wait(StrEnum):
+    """What is waited for, and by whom."""
+
+    PARAMETER_READ = "parameter read"
+    """Compute or a copy, until a parameter's bytes are read from its home."""
+    PARAMETER_COPY = "parameter copy"
+    """Compute, until a parameter's copy to the device is done."""
+    RANGE_REFILL = "range refill"
+    """A copy to the device, until compute is done with what the memory held before."""
+    STAGING_REUSE = "staging reuse"
+    """Whoever fills a staging slot, until its last content has left it."""
+    GRADIENT_COMPUTED = "gradient computed"
+    """A copy from the device, until compute has written its source."""
+    GRADIENT_COPY = "gradient copy"
+    """The host, until a gradient's copy from the device is done."""
+    GRADIENT_READ = "gradient read"
+    """Accumulation, until the gradient held on a file is read."""
+    GRADIENT_WRITE = "gradient write"
+    """Whoever reads a gradient or reuses its memory, until its write is done."""
+    STATE_READ = "state read"
+    """The update, until a chunk's states are staged."""
+    STATE_COPY = "state copy"
+    """The update or compute, until a chunk's copy between host and device is done."""
+    STATE_WRITE = "state write"
+    """Whoever reads an updated state, until it has reached its home."""
+
+
+class Waitable(Protocol):
+    """Something in flight that can be waited for: an event, an I/O ticket."""
+
+    def wait(self) -> None:
+        """Block until done; raise what went wrong."""
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+
+class Waits:
+    """Performs waits and reports how long they took."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def until(self, cause: Wait, waitable: Waitable) -> None:
+        """Block the calling thread."""
+        begin = time.perf_counter()
+        waitable.wait()
+        self._recorder.waited(cause.value, time.perf_counter() - begin)
+
+    def order(self, cause: Wait, stream: Stream, event: Event) -> None:  # noqa: ARG002 - for who takes waits out
+        """Put later work of `stream` behind `event`, without blocking the calling thread."""
+        stream.wait(event)
+
+
+def wait_for_all(waits: Waits, cause: Wait, waitables: Iterable[Waitable]) -> None:
+    """Wait for each, also when one fails: memory may be given back only when nothing is in flight to it.
+
+    Raises
+    ------
+    BaseException
+        The first failure, once all are done.
+    """
+    failure: BaseException | None = None
+    for waitable in waitables:
+        try:
+            waits.until(cause, waitable)
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failure = failure or error
+    if failure is not None:
+        raise failure
