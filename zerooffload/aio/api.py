@@ -1,0 +1,64 @@
+"""The protocol of an I/O engine.
+
+1. `submit_read` or `submit_write` returns a ticket at once; the buffer is the operation's until the ticket is done.
+2. `wait` on the ticket blocks, and raises `TierIOError` if any byte did not move. Every result is checked; a short
+   transfer is continued, never taken for success.
+3. `close` finishes what was submitted.
+
+A ticket owns its buffer: holding it keeps the buffer alive.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from zerooffload.telemetry import Waitable
+
+
+class OpenFile:
+    """A file of fixed length, open for direct I/O where the file system allows it.
+
+    Attributes
+    ----------
+    path : pathlib.Path
+    fd : int
+    direct : bool
+        Whether transfers bypass the page cache (O_DIRECT).
+    """
+
+    def __init__(self, path: Path, fd: int, *, direct: bool) -> None:
+        self.path = path
+        self.fd = fd
+        self.direct = direct
+
+    def reopen(self, path: str, flags: int) -> int:
+        """An own descriptor of the same file with the same way of I/O (an `opener` for `open`)."""
+        return os.open(path, flags | (os.O_DIRECT if self.direct else 0) | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Close the descriptor; again is harmless."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class Engine(Protocol):
+    """Moves bytes between buffers (uint8 tensors, 1D, contiguous) and files.
+
+    Under O_DIRECT, offsets, lengths and addresses are multiples of 4096 bytes: the caller sees to it.
+    """
+
+    name: str
+
+    def submit_read(self, file: OpenFile, offset_bytes: int, target: torch.Tensor) -> Waitable:
+        """Read `target.numel()` bytes."""
+
+    def submit_write(self, file: OpenFile, offset_bytes: int, source: torch.Tensor) -> Waitable:
+        """Write `source.numel()` bytes."""
+
+    def close(self) -> None:
+        """Finish what was submitted and stop; again is harmless."""

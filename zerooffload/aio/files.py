@@ -1,0 +1,69 @@
+"""Opening and reserving the files that engines work on."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+
+from zerooffload.aio.api import OpenFile
+from zerooffload.errors import TierIOError
+from zerooffload.formats import format_bytes
+
+_log = logging.getLogger("zerooffload")
+
+
+def create_file(path: Path) -> OpenFile:
+    """Create an empty file (mode 0600).
+
+    Falls back to buffered I/O, with a message, where the file system refuses O_DIRECT.
+
+    Raises
+    ------
+    TierIOError
+        If the file cannot be created.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    try:
+        fd, direct = _open_direct(path, flags)
+    except OSError as error:
+        raise TierIOError("open", path, error.errno or errno.EIO) from error
+    return OpenFile(path, fd, direct=direct)
+
+
+def reserve_space(file: OpenFile, nbytes: int) -> None:
+    """Give the file its length with every block allocated, so that no write of training can find the disk full.
+
+    Raises
+    ------
+    TierIOError
+        If the space is not there.
+    """
+    if not nbytes:
+        return
+    try:
+        os.posix_fallocate(file.fd, 0, nbytes)
+    except OSError as error:
+        raise TierIOError(
+            "reserve",
+            file.path,
+            error.errno or errno.EIO,
+            length_bytes=nbytes,
+            advice=f"The run needs {format_bytes(nbytes)} there: free space, or name another path.",
+        ) from error
+
+
+def _open_direct(path: Path, flags: int) -> tuple[int, bool]:
+    o_direct = getattr(os, "O_DIRECT", 0)
+    if o_direct:
+        try:
+            return os.open(path, flags | o_direct, 0o600), True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    _log.warning(
+        "%s: the file system refuses O_DIRECT; using buffered I/O, which is slower and fills the page cache",
+        path,
+    )
+    return os.open(path, flags, 0o600), False

@@ -1,0 +1,48 @@
+"""The native module, if it is there.
+
+It is missing where the package was built without it (`-C cmake.define.ZEROOFFLOAD_NATIVE=OFF`) or on a
+platform that it does not support; then the plain-Python fallbacks do the work. Nothing is raised or logged
+here: who chooses between the native code and its fallback tells about it, with `why_unavailable`.
+
+Attributes
+----------
+module
+    `zerooffload._native`; None if not `available`.
+available : bool
+    Whether it could be imported.
+why_unavailable : str
+    The reason if not, else "".
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    # Typed as if it were always there, so that its users are checked against the stub: ask `available` first.
+    from zerooffload import _native as module
+
+    available: bool
+    why_unavailable: str
+
+__all__ = ["available", "module", "why_unavailable"]
+
+_NAME = "zerooffload._native"
+
+
+def _load() -> tuple[object | None, str]:
+    """Import the extension: (module, "") or (None, reason)."""
+    try:
+        return importlib.import_module(_NAME), ""
+    except ModuleNotFoundError as error:
+        if error.name == _NAME:
+            return None, "this installation of zerooffload was built without its native module"
+        return None, f"{_NAME} failed to import: {error}"
+    except Exception as error:  # noqa: BLE001 - whatever a broken binary raises, the fallbacks still work
+        return None, f"{_NAME} failed to import: {type(error).__name__}: {error}"
+
+
+if not TYPE_CHECKING:
+    module, why_unavailable = _load()
+    available = module is not None
