@@ -1,0 +1,74 @@
+"""A flat buffer of a unit, and what its parameters show while it is away or full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from zerooffload.errors import ConfigError
+from zerooffload.sharding.layout import FlatLayout
+from zerooffload.sharding.placeholders import parameter_placeholder, was_written
+
+
+class Flat:
+    """The parameters of one flat buffer.
+
+    [Note: a stale read raises]
+    Autograd saves views of a full parameter (`weight.t()`), and these point into the buffer while it is away. Their
+    version counter is the parameter's: it is moved on when the parameter goes away and set back when it returns, so a
+    backward that reads a saved weight at the wrong time raises instead of computing with whatever the memory holds. An
+    update moves it on for good: backward through a graph from before the update raises too.
+
+    Attributes
+    ----------
+    layout : FlatLayout
+    params : tuple[torch.nn.Parameter, ...]
+        In the order of the layout's slots.
+    """
+
+    def __init__(self, layout: FlatLayout, params: Sequence[nn.Parameter], device: torch.device) -> None:
+        self.layout = layout
+        self.params = tuple(params)
+        self._device = device
+        self._placeholders = [parameter_placeholder(slot.param.shape, layout.dtype, device) for slot in layout.slots]
+        self._views: list[torch.Tensor] = []
+        self._versions = [param._version for param in self.params]
+        self._is_away = False
+
+    def bind(self, memory: torch.Tensor) -> None:
+        """The memory that the parameters show while full: uint8, 1D, of the device, `[>= layout.nbytes]`."""
+        elements = memory[: self.layout.nbytes].view(self.layout.dtype)
+        self._views = [elements[slot.start : slot.stop].view(slot.param.shape) for slot in self.layout.slots]
+
+    def show_full(self) -> None:
+        """The parameters are views of the bound memory, which holds their values."""
+        for slot, param, view, placeholder in zip(
+            self.layout.slots, self.params, self._views, self._placeholders, strict=True
+        ):
+            if self._is_away and was_written(placeholder):
+                raise ConfigError(
+                    f"parameter {slot.param.name} was written to while its values were on their tier:"
+                    " write inside zo.full_params(module)"
+                )
+            param.data = view
+        if self._is_away:
+            torch._C._autograd._unsafe_set_version_counter(self.params, tuple(self._versions))
+            self._is_away = False
+
+    def show_away(self) -> None:
+        """The parameters are placeholders; whoever still holds a saved view must not read it."""
+        if not self._is_away:
+            self._versions = [param._version for param in self.params]
+            torch.autograd.graph.increment_version(self.params)
+            self._is_away = True
+        for param, placeholder in zip(self.params, self._placeholders, strict=True):
+            param.data = placeholder
+
+    def values_changed(self) -> None:
+        """The values at home are new ones: graphs from before are stale."""
+        if self._is_away:
+            self._versions = [version + 1 for version in self._versions]
+        else:
+            torch.autograd.graph.increment_version(self.params)

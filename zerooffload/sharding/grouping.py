@@ -1,0 +1,156 @@
+"""How a model is cut into units.
+
+[Note: units and hook points]
+A *unit* owns parameters and is what moves. A *hook point* is a module at whose boundaries something happens; it names
+the units whose parameters its forward uses. They differ where weights are tied: a head that shares the embedding's
+weight owns nothing, but its hook point needs the embedding's unit.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from zerooffload.config import UnitSpec
+from zerooffload.errors import ConfigError
+
+# A ModuleList with less than this part of the model's parameters is no list of its blocks.
+_BLOCKS_LEAST_PART = 0.1
+
+IsUnit = Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True)
+class UnitModules:
+    """A unit as found: its name (the path of its module; "(root)" for what is left), its hook point, its parameters.
+
+    Attributes
+    ----------
+    param_names : tuple[tuple[str, ...], ...]
+        For each parameter that the unit owns, all its names, the first one first.
+    needs : tuple[str, ...]
+        Names of the units whose parameters the module's forward uses, its own included.
+    """
+
+    name: str
+    module: nn.Module
+    param_names: tuple[tuple[str, ...], ...]
+    needs: tuple[str, ...]
+
+
+ROOT_NAME = "(root)"
+
+
+def find_units(model: nn.Module, spec: UnitSpec) -> list[UnitModules]:
+    """Cut `model` into units, in the order of its modules, the root last.
+
+    Raises
+    ------
+    ConfigError
+        If the model has no parameters, or the given classes, names or callable match no module.
+    """
+    names_of = _names_by_identity(model)
+    if not names_of:
+        raise ConfigError(f"the model ({type(model).__name__}) has no parameters: there is nothing to offload")
+    points = _hook_points(model, spec)
+    owner_of: dict[int, str] = {}
+    owned: dict[str, list[tuple[str, ...]]] = {}
+    used: dict[str, list[int]] = {}
+    for name, module in points.items():
+        ids = list(dict.fromkeys(id(param) for _, param in _own_parameters(name, module, points)))
+        used[name] = ids
+        for key in ids:
+            if owner_of.setdefault(key, name) == name:
+                owned.setdefault(name, []).append(names_of[key])
+    units = [
+        UnitModules(
+            name,
+            module,
+            tuple(owned.get(name, ())),
+            tuple(dict.fromkeys(owner_of[key] for key in used[name])),
+        )
+        for name, module in points.items()
+    ]
+    return [unit for unit in units if unit.needs or unit.name == ROOT_NAME]
+
+
+def _hook_points(model: nn.Module, spec: UnitSpec) -> dict[str, nn.Module]:
+    is_unit = _predicate(model, spec)
+    found = {name: module for name, module in model.named_modules() if name and is_unit(name, module)}
+    if not found and spec != "auto":
+        raise ConfigError(f"units={spec!r} matches no module of the model; names look like {_example_names(model)}")
+    return {**found, ROOT_NAME: model}
+
+
+def _predicate(model: nn.Module, spec: UnitSpec) -> IsUnit:
+    if callable(spec):
+        return spec
+    if isinstance(spec, list):
+        classes = tuple(item for item in spec if isinstance(item, type))
+        patterns = [item for item in spec if isinstance(item, str)]
+        return lambda name, module: (
+            isinstance(module, classes) or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        )
+    return _automatic(model)
+
+
+def _automatic(model: nn.Module) -> IsUnit:
+    blocks = set(_block_names(model))
+    head = _output_embeddings(model)
+
+    def is_unit(name: str, module: nn.Module) -> bool:
+        if name in blocks:
+            return True
+        if any(name.startswith(f"{block}.") for block in blocks):
+            return False
+        return isinstance(module, nn.Embedding) or module is head
+
+    return is_unit
+
+
+def _block_names(model: nn.Module) -> Iterator[str]:
+    """The elements of the outermost ModuleLists that hold much of the model; without one, of its largest Sequential."""
+    total = sum(param.numel() for param in model.parameters())
+    for kind in (nn.ModuleList, nn.Sequential):
+        lists: list[str] = []
+        for name, module in model.named_modules():
+            nested = any(name.startswith(f"{outer}.") or outer == "" for outer in lists)
+            if not isinstance(module, kind) or nested or len(module) < 2:
+                continue
+            if sum(param.numel() for param in module.parameters()) >= _BLOCKS_LEAST_PART * total:
+                lists.append(name)
+                prefix = f"{name}." if name else ""
+                yield from (f"{prefix}{child}" for child, _ in module.named_children())
+        if lists:
+            return
+
+
+def _output_embeddings(model: nn.Module) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    return head if isinstance(head, nn.Module) else None
+
+
+def _own_parameters(name: str, module: nn.Module, points: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters in a hook point's subtree, those of hook points nested in it left out."""
+    prefix = "" if name == ROOT_NAME else f"{name}."
+    nested = tuple(f"{other}." for other in points if other not in (name, ROOT_NAME) and f"{other}.".startswith(prefix))
+    for path, param in module.named_parameters(remove_duplicate=False):
+        full = f"{prefix}{path}"
+        if not full.startswith(nested):
+            yield full, param
+
+
+def _names_by_identity(model: nn.Module) -> dict[int, tuple[str, ...]]:
+    names: dict[int, tuple[str, ...]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names[id(param)] = (*names.get(id(param), ()), name)
+    return names
+
+
+def _example_names(model: nn.Module) -> str:
+    names = [name for name, _ in model.named_modules() if name][:5]
+    return ", ".join(names) or "(none)"

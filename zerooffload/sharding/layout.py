@@ -1,0 +1,117 @@
+"""How parameters lie in a flat buffer. Pure.
+
+[Note: flat buffers]
+A unit's parameters of one dtype and one `requires_grad` lie in one flat buffer, each starting on 64 bytes (a cache
+line, and the alignment that vector code likes), in the order in which the model names them. The buffer is padded so
+that every rank's shard is of one length and starts on 64 bytes too. Padding is zero, and an update leaves it zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from zerooffload.formats import round_up
+
+SLOT_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """A parameter as the layout sees it: its first name, its other names (tied weights), and its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    aliases: tuple[str, ...] = ()
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements."""
+        numel = 1
+        for length in self.shape:
+            numel *= length
+        return numel
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a parameter lies: elements `[start, stop)` of the flat buffer."""
+
+    param: ParamSpec
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """The element behind the last."""
+        return self.start + self.param.numel
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """One flat buffer.
+
+    Attributes
+    ----------
+    name : str
+        Of the unit and the kind of parameters, for messages.
+    dtype : torch.dtype
+        The compute dtype of all its parameters.
+    trainable : bool
+        Whether they require gradients.
+    slots : tuple[Slot, ...]
+    world_size : int
+        Ranks that share the buffer.
+    """
+
+    name: str
+    dtype: torch.dtype
+    trainable: bool
+    slots: tuple[Slot, ...]
+    world_size: int
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.shard_numel * self.world_size
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of a rank's shard."""
+        used = self.slots[-1].stop if self.slots else 0
+        alignment = slot_alignment_numel(self.dtype)
+        return round_up(-(-used // self.world_size), alignment)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole buffer."""
+        return self.numel * self.dtype.itemsize
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """The padding: element ranges that belong to no parameter."""
+        edges = [(slot.start, slot.stop) for slot in self.slots] + [(self.numel, self.numel)]
+        gaps, end = [], 0
+        for start, stop in edges:
+            if start > end:
+                gaps.append((end, start))
+            end = stop
+        return gaps
+
+
+def slot_alignment_numel(dtype: torch.dtype) -> int:
+    """Elements between possible starts of a parameter."""
+    return max(1, SLOT_ALIGNMENT_BYTES // dtype.itemsize)
+
+
+def lay_out(
+    name: str, params: Sequence[ParamSpec], *, dtype: torch.dtype, trainable: bool, world_size: int = 1
+) -> FlatLayout:
+    """Place parameters one after the other."""
+    alignment = slot_alignment_numel(dtype)
+    slots, position = [], 0
+    for param in params:
+        slots.append(Slot(param, position))
+        position = round_up(position + param.numel, alignment)
+    return FlatLayout(name, dtype, trainable, tuple(slots), world_size)

@@ -1,0 +1,109 @@
+"""A unit: the parameters that move together, and where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zerooffload.accelerator import DeviceRange
+from zerooffload.errors import InternalError
+from zerooffload.sharding.flat import Flat
+from zerooffload.sharding.state import SHARD_TRANSITIONS, ShardState, StateMachine
+from zerooffload.tiers import Block, Space
+
+
+@dataclass(eq=False)
+class TrainingStates:
+    """What a trainable flat has beside its parameters.
+
+    Attributes
+    ----------
+    optimizer, gradient : Block
+        This rank's shard of the optimizer's record and of the gradient, at home.
+    steps : list[int]
+        For each parameter, how often it was updated.
+    held : list[bool]
+        For each parameter, whether the gradient's home holds one.
+    grad_factors : list[float]
+        For each parameter, what clipping wants its gradient multiplied with.
+    """
+
+    optimizer: Block
+    gradient: Block
+    steps: list[int]
+    held: list[bool]
+    grad_factors: list[float]
+
+
+def new_training_states(optimizer: Block, gradient: Block, num_params: int) -> TrainingStates:
+    """Of a flat that was never trained."""
+    return TrainingStates(optimizer, gradient, [0] * num_params, [False] * num_params, [1.0] * num_params)
+
+
+@dataclass(eq=False)
+class UnitFlat:
+    """A flat buffer with the homes of its states.
+
+    Attributes
+    ----------
+    home : Block
+        This rank's shard of the parameters.
+    training : TrainingStates or None
+        None for frozen parameters.
+    range : DeviceRange or None
+        Memory for the whole buffer while it is full; None where the home itself is usable by the device.
+    collection : DeviceRange or None
+        Memory for the whole buffer's gradients while they gather; None where their home is usable by the device.
+    """
+
+    flat: Flat
+    home: Block
+    training: TrainingStates | None
+    range: DeviceRange | None
+    collection: DeviceRange | None
+
+    def show_at_home(self) -> None:
+        """Let the parameters show what they are when nothing moves: values if the home can be used, else nothing."""
+        memory = self.home.whole(Space.DEVICE) if self.range is None else self.range.tensor
+        if memory is None:
+            raise InternalError(f"{self.flat.layout.name} has neither a usable home nor a range")
+        self.flat.bind(memory)
+        if self.range is None:
+            self.flat.show_full()
+        else:
+            self.flat.show_away()
+
+
+class Unit:
+    """A group of modules' own parameters with one state.
+
+    Attributes
+    ----------
+    name : str
+        Path of the module that it was cut at.
+    parts : tuple[UnitFlat, ...]
+    state : StateMachine[ShardState]
+    range_nbytes : int
+        Device memory taken while full, beyond the homes.
+    """
+
+    def __init__(self, name: str, parts: Sequence[UnitFlat]) -> None:
+        self.name = name
+        self.parts = tuple(parts)
+        self.state = StateMachine(f"unit {name}", ShardState.AT_HOME, SHARD_TRANSITIONS)
+
+    @property
+    def moving_parts(self) -> list[UnitFlat]:
+        """The flats that the device cannot use at home."""
+        return [part for part in self.parts if part.range is not None]
+
+    @property
+    def range_nbytes(self) -> int:
+        """Device memory of the ranges while filled."""
+        return sum(part.range.nbytes for part in self.parts if part.range is not None)
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """All parameters."""
+        return [param for part in self.parts for param in part.flat.params]

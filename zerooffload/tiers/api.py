@@ -1,0 +1,78 @@
+"""The protocol of a tier.
+
+1. `block_nbytes` tells, before anything exists, what a block will take; the plan adds these up.
+2. `allocate` leases that from the tier's budget and makes the block; its contents are undefined.
+3. `reserve`, once all blocks are allocated and before any is used, makes sure that their space is there.
+4. Whoever wants a record asks `view` for it in the space where it computes. A view is the state itself: writing to it
+   is enough. Without one, `read` brings the record to host memory and `write` takes it home; the bytes in flight belong
+   to the returned `Waitable`.
+5. `close` gives everything back.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from zerooffload.config import TierName
+from zerooffload.memory import Budget
+from zerooffload.telemetry import Waitable
+from zerooffload.tiers.records import RecordLayout
+
+
+class Space(Enum):
+    """Where computing can address bytes. Where the device shares host memory, a block is in both."""
+
+    HOST = "host"
+    DEVICE = "device"
+
+
+class Block(Protocol):
+    """The records of one shard in their home."""
+
+    layout: RecordLayout
+
+    def view(self, space: Space, chunk: int) -> torch.Tensor | None:
+        """The record in place, uint8 `[record_nbytes]`, or None where `space` cannot address it."""
+
+    def whole(self, space: Space) -> torch.Tensor | None:
+        """All records of a one-part layout in place, uint8 1D, or None where `space` cannot address them."""
+
+    def read(self, chunk: int, target: torch.Tensor) -> Waitable:
+        """Start bringing a record to host memory, uint8 `[file_nbytes]`."""
+
+    def write(self, chunk: int, source: torch.Tensor) -> Waitable:
+        """Start taking a record home from host memory, uint8 `[file_nbytes]`."""
+
+
+class Tier(Protocol):
+    """A kind of memory with a budget."""
+
+    name: TierName
+    budget: Budget
+
+    def block_nbytes(self, layout: RecordLayout) -> int:
+        """What a block takes from the budget."""
+
+    def allocate(self, layout: RecordLayout, holder: str) -> Block:
+        """Make a block.
+
+        Raises
+        ------
+        BudgetError
+            If it does not fit the budget.
+        """
+
+    def reserve(self) -> None:
+        """Take the space of all blocks, where that was not done one by one.
+
+        Raises
+        ------
+        TierIOError
+            If it is not there.
+        """
+
+    def close(self) -> None:
+        """Give back all memory, files and leases; again is harmless."""

@@ -1,0 +1,81 @@
+"""The directory of ours in a user's nvme path: made, locked against a second run, and removed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+from pathlib import Path
+
+from zerooffload.errors import ConfigError, TierIOError
+
+
+class RunDirectory:
+    """`<user's path>/zerooffload/rank-00000`, mode 0700, locked while it is open.
+
+    The lock is the kernel's (flock), so a run that was killed leaves none behind. The file's text, the owner's process
+    id and host, is for messages.
+
+    Raises
+    ------
+    ConfigError
+        If the user's path is no folder, cannot be written to, or another run holds the directory.
+    """
+
+    def __init__(self, user_path: Path) -> None:
+        if not user_path.is_dir():
+            raise ConfigError(f"nvme path {user_path} is not a folder: create it, or name one on the drive")
+        self._parent = user_path / "zerooffload"
+        self.path = self._parent / "rank-00000"
+        self._lock_path = self.path / "lock"
+        try:
+            self._parent.mkdir(mode=0o700, exist_ok=True)
+            self.path.mkdir(mode=0o700, exist_ok=True)
+            self._fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise ConfigError(f"nvme path {user_path} is not writable ({error.strerror}): name another") from error
+            raise TierIOError("open", self.path, error.errno or errno.EIO) from error
+        self._take_lock(user_path)
+
+    def _take_lock(self, user_path: Path) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = os.pread(self._fd, 200, 0).decode(errors="replace").strip() or "unknown"
+            os.close(self._fd)
+            self._fd = -1
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise TierIOError("open", self._lock_path, error.errno or errno.EIO) from error
+            raise ConfigError(
+                f"nvme path {user_path} is in use by another run ({owner}): wait for it, end it with zo.close, or name"
+                " another path"
+            ) from error
+        if not _is_still_there(self._fd, self._lock_path):
+            # The run that held it removed it between our open and our lock.
+            os.close(self._fd)
+            self._fd = -1
+            raise ConfigError(f"nvme path {user_path} was just released by another run: try again")
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
+
+    def close(self) -> None:
+        """Remove the directory if it holds nothing but the lock, and unlock; again is harmless."""
+        fd, self._fd = self._fd, -1
+        if fd < 0:
+            return
+        self._lock_path.unlink(missing_ok=True)
+        for folder in (self.path, self._parent):
+            try:
+                folder.rmdir()
+            except OSError:
+                break
+        os.close(fd)
+
+
+def _is_still_there(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,122 @@
+"""Tiers that are memory: the host, and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from zerooffload.accelerator import Accelerator, host_buffer_nbytes
+from zerooffload.config import TierName
+from zerooffload.memory import Budget, Lease
+from zerooffload.telemetry import Wait, Waitable
+from zerooffload.tiers.api import Space
+from zerooffload.tiers.records import RecordLayout
+from zerooffload.tiers.transfers import Transfers
+
+
+class MemoryBlock:
+    """Records in memory; see `Block`."""
+
+    def __init__(
+        self, layout: RecordLayout, memory: torch.Tensor, spaces: frozenset[Space], transfers: Transfers
+    ) -> None:
+        self.layout = layout
+        self._memory = memory
+        self._spaces = spaces
+        self._transfers = transfers
+
+    def view(self, space: Space, chunk: int) -> torch.Tensor | None:
+        """The record itself."""
+        return self._record(chunk) if space in self._spaces else None
+
+    def whole(self, space: Space) -> torch.Tensor | None:
+        """All the memory."""
+        return self._memory if space in self._spaces else None
+
+    def read(self, chunk: int, target: torch.Tensor) -> Waitable:
+        """Copy to the host, behind what compute has been given."""
+        record = self._record(chunk)
+        return self._transfers.to_host(target[: record.numel()], record, Wait.STATE_COPY)
+
+    def write(self, chunk: int, source: torch.Tensor) -> Waitable:
+        """Copy from the host, behind what compute has been given: it may still read the old content."""
+        record, transfers = self._record(chunk), self._transfers
+        return transfers.to_device(record, source[: record.numel()], transfers.compute_done(), Wait.STATE_COPY)
+
+    def _record(self, chunk: int) -> torch.Tensor:
+        offset = self.layout.record_offset(chunk)
+        return self._memory[offset : offset + self.layout.record_nbytes(chunk)]
+
+
+class MemoryTier:
+    """A tier whose blocks are tensors; see `Tier`."""
+
+    def __init__(
+        self,
+        name: TierName,
+        budget: Budget,
+        transfers: Transfers,
+        *,
+        spaces: frozenset[Space],
+        rounded_nbytes: Callable[[int], int],
+        take_memory: Callable[[int], torch.Tensor],
+    ) -> None:
+        self.name = name
+        self.budget = budget
+        self._transfers = transfers
+        self._spaces = spaces
+        self._rounded_nbytes = rounded_nbytes
+        self._take_memory = take_memory
+        self._leases: list[Lease] = []
+
+    def block_nbytes(self, layout: RecordLayout) -> int:
+        """As the allocator rounds it."""
+        return self._rounded_nbytes(layout.memory_nbytes) if layout.memory_nbytes else 0
+
+    def allocate(self, layout: RecordLayout, holder: str) -> MemoryBlock:
+        """Memory for all records."""
+        self._leases.append(self.budget.lease(self.block_nbytes(layout), holder))
+        return MemoryBlock(layout, self._take_memory(layout.memory_nbytes), self._spaces, self._transfers)
+
+    def reserve(self) -> None:
+        """Memory is taken when it is allocated."""
+
+    def close(self) -> None:
+        """Give the leases back; the memory goes with the blocks."""
+        for lease in self._leases:
+            lease.release()
+        self._leases.clear()
+
+
+def host_tier(budget: Budget, accelerator: Accelerator, transfers: Transfers) -> MemoryTier:
+    """Host memory, pinned where the device profits."""
+    spaces = {Space.HOST, Space.DEVICE} if accelerator.shares_host_memory else {Space.HOST}
+    return MemoryTier(
+        TierName.HOST,
+        budget,
+        transfers,
+        spaces=frozenset(spaces),
+        rounded_nbytes=host_buffer_nbytes,
+        take_memory=accelerator.host_buffer,
+    )
+
+
+def device_tier(budget: Budget, accelerator: Accelerator, transfers: Transfers) -> MemoryTier:
+    """Device memory; on a CPU an alias of the host's."""
+    spaces = {Space.HOST, Space.DEVICE} if accelerator.shares_host_memory else {Space.DEVICE}
+
+    def take_memory(nbytes: int) -> torch.Tensor:
+        memory = accelerator.reserve(nbytes)
+        memory.fill()
+        # What is written first, the initial states, comes through `copy_in`, as the range demands.
+        return memory.tensor
+
+    return MemoryTier(
+        TierName.DEVICE,
+        budget,
+        transfers,
+        spaces=frozenset(spaces),
+        rounded_nbytes=accelerator.range_nbytes,
+        take_memory=take_memory,
+    )

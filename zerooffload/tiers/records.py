@@ -1,0 +1,97 @@
+"""How the states of a shard lie in chunks. Pure.
+
+[Note: chunks and records]
+A shard of `numel` elements is cut into chunks of `chunk_numel`, so that staging never depends on the largest parameter.
+Of each chunk, one *record* holds all parts that are read and written together, one after the other: the optimizer's
+is `remainder | exp_avg | exp_avg_sq`, a parameter's or gradient's is that alone. Parts start on 64 bytes. On a file a
+record is padded to 4096 bytes, which direct I/O needs; a full chunk of one part needs no padding, so the records of a
+one-part layout lie back to back and form one flat array.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from zerooffload.formats import round_up
+
+FILE_ALIGNMENT_BYTES = 4096
+PART_ALIGNMENT_BYTES = 64
+
+CHUNK_ALIGNMENT_NUMEL = 4096
+"""A chunk's elements are a multiple of this: whole file blocks for any dtype, and whole blocks of the gradient norm."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One array of a record."""
+
+    name: str
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """The records of one shard.
+
+    Attributes
+    ----------
+    parts : tuple[Part, ...]
+    numel : int
+        Elements of the shard.
+    chunk_numel : int
+        Elements of a chunk, a multiple of `CHUNK_ALIGNMENT_NUMEL`; the last chunk may be shorter.
+    """
+
+    parts: tuple[Part, ...]
+    numel: int
+    chunk_numel: int
+
+    @cached_property
+    def num_chunks(self) -> int:
+        """Chunks of the shard; 0 for an empty one."""
+        return -(-self.numel // self.chunk_numel)
+
+    def chunk_range(self, chunk: int) -> tuple[int, int]:
+        """First element of the chunk, and the one behind its last."""
+        start = chunk * self.chunk_numel
+        return start, min(start + self.chunk_numel, self.numel)
+
+    def record_nbytes(self, chunk: int) -> int:
+        """Bytes of a record in memory."""
+        start, stop = self.chunk_range(chunk)
+        return sum(_part_nbytes(part, stop - start) for part in self.parts)
+
+    def file_nbytes(self, chunk: int) -> int:
+        """Bytes of a record on a file, and in the buffer of its transfer."""
+        return round_up(self.record_nbytes(chunk), FILE_ALIGNMENT_BYTES)
+
+    @cached_property
+    def memory_nbytes(self) -> int:
+        """Bytes of all records in memory."""
+        return sum(self.record_nbytes(chunk) for chunk in range(self.num_chunks))
+
+    @cached_property
+    def total_file_nbytes(self) -> int:
+        """Bytes of all records on a file."""
+        return sum(self.file_nbytes(chunk) for chunk in range(self.num_chunks))
+
+    def record_offset(self, chunk: int) -> int:
+        """Where a record starts in memory, in bytes: all before it are full chunks."""
+        return chunk * self.record_nbytes(0)
+
+    def split(self, chunk: int, record: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The parts of a record: 1D views `[chunk's numel]` of `record`, a uint8 tensor `[>= record_nbytes]`."""
+        start, stop = self.chunk_range(chunk)
+        views, offset = {}, 0
+        for part in self.parts:
+            length = (stop - start) * part.dtype.itemsize
+            views[part.name] = record[offset : offset + length].view(part.dtype)
+            offset += _part_nbytes(part, stop - start)
+        return views
+
+
+def _part_nbytes(part: Part, numel: int) -> int:
+    return round_up(numel * part.dtype.itemsize, PART_ALIGNMENT_BYTES)
