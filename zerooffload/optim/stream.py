@@ -1,0 +1,133 @@
+"""The streamed update: chunks are read, stepped and written, several in flight at once.
+
+Of each chunk, what its home lets the kernel address is updated in place; the rest passes through a slot of the staging
+ring. Reads run half a ring ahead of the kernel, writes half a ring behind it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zerooffload.optim.kernels import Kernels
+from zerooffload.optim.scalars import AdamWScalars
+from zerooffload.optim.spans import Span
+from zerooffload.telemetry import Recorder, Wait, Waitable, Waits, Work
+from zerooffload.tiers import Block, Space, StagingRing, StagingSlot
+
+
+@dataclass(frozen=True)
+class ChunkUpdate:
+    """A chunk to be updated: the homes of its states, and its spans counted from the chunk's start."""
+
+    param: Block
+    optimizer: Block
+    gradient: Block
+    chunk: int
+    spans: Sequence[Span[AdamWScalars]]
+
+    @property
+    def space(self) -> Space:
+        """Where it is updated: on the device if all states are there and none in the host's reach, else on the host."""
+        blocks = (self.param, self.optimizer, self.gradient)
+        if any(block.view(Space.HOST, self.chunk) is not None for block in blocks):
+            return Space.HOST
+        on_device = all(block.view(Space.DEVICE, self.chunk) is not None for block in blocks)
+        return Space.DEVICE if on_device else Space.HOST
+
+
+@dataclass
+class _Staged:
+    """A chunk whose states are in reach, or on their way."""
+
+    update: ChunkUpdate
+    space: Space
+    records: list[torch.Tensor] = field(default_factory=list)
+    reads: list[Waitable] = field(default_factory=list)
+    writes_back: list[tuple[Block, torch.Tensor]] = field(default_factory=list)
+    slot: StagingSlot | None = None
+
+
+class StreamedUpdate:
+    """Runs chunk updates through a staging ring.
+
+    Parameters
+    ----------
+    kernels : Mapping[Space, Kernels]
+        The arithmetic for each space.
+    """
+
+    def __init__(self, kernels: dict[Space, Kernels], ring: StagingRing, waits: Waits, recorder: Recorder) -> None:
+        self._kernels = kernels
+        self._ring = ring
+        self._waits = waits
+        self._recorder = recorder
+
+    def run(self, updates: Iterable[ChunkUpdate]) -> None:
+        """Update every chunk; returns when all states are home.
+
+        Raises
+        ------
+        TierIOError
+            If a state could not be read or written: the states of the chunks before are new, those after it old.
+        """
+        depth = max(1, self._ring.num_slots // 2)
+        staged: deque[_Staged] = deque()
+        try:
+            for update in updates:
+                if len(staged) == depth:
+                    self._finish(staged.popleft())
+                staged.append(self._stage(update))
+            while staged:
+                self._finish(staged.popleft())
+        except BaseException:
+            # Buffers must outlive what is in flight, whatever went wrong.
+            for item in staged:
+                self._abandon(item)
+            raise
+        self._ring.drain(self._waits)
+
+    def _stage(self, update: ChunkUpdate) -> _Staged:
+        staged = _Staged(update, update.space)
+        for block, is_updated in ((update.param, True), (update.optimizer, True), (update.gradient, False)):
+            record = block.view(staged.space, update.chunk)
+            if record is None:
+                if staged.slot is None:
+                    staged.slot = self._ring.acquire(self._waits)
+                record = staged.slot.take(block.layout.file_nbytes(update.chunk))
+                staged.reads.append(block.read(update.chunk, record))
+                if is_updated:
+                    staged.writes_back.append((block, record))
+            staged.records.append(record)
+        return staged
+
+    def _finish(self, staged: _Staged) -> None:
+        try:
+            for read in staged.reads:
+                self._waits.until(Wait.STATE_READ, read)
+            with self._recorder.working(Work.UPDATE_KERNEL):
+                self._step(staged)
+            writes = [block.write(staged.update.chunk, record) for block, record in staged.writes_back]
+        except BaseException:
+            self._abandon(staged)
+            raise
+        if staged.slot is not None:
+            self._ring.release(staged.slot, writes)
+
+    def _step(self, staged: _Staged) -> None:
+        update, kernels = staged.update, self._kernels[staged.space]
+        blocks = (update.param, update.optimizer, update.gradient)
+        params, record, grads = (
+            block.layout.split(update.chunk, raw) for block, raw in zip(blocks, staged.records, strict=True)
+        )
+        (param,), (grad,) = params.values(), grads.values()
+        for span in update.spans:
+            part = slice(span.start, span.stop)
+            kernels.adamw(param[part], {name: value[part] for name, value in record.items()}, grad[part], span.settings)
+
+    def _abandon(self, staged: _Staged) -> None:
+        if staged.slot is not None:
+            self._ring.release(staged.slot, staged.reads)

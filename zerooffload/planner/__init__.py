@@ -1,0 +1,1 @@
+"""What a run will hold and take, decided and checked before it begins."""

@@ -1,0 +1,177 @@
+"""The announced plan: what each tier will hold, checked against the budgets before anything is allocated. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from zerooffload.config import HomeTier, TierName
+from zerooffload.errors import BudgetError
+from zerooffload.formats import format_bytes
+from zerooffload.planner.placement import Claim, Placement, TierChoices
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes that each tier may hold. Where the device shares host memory, its bytes count in the host's too."""
+
+    device_bytes: int
+    host_bytes: int
+    nvme_bytes: int
+    device_shares_host: bool
+
+    def of(self, tier: TierName) -> int:
+        """The limit of a tier."""
+        return {
+            TierName.DEVICE: self.device_bytes,
+            TierName.HOST: self.host_bytes,
+            TierName.NVME: self.nvme_bytes,
+        }[tier]
+
+
+@dataclass(frozen=True)
+class AnnouncedPlan:
+    """What the run will lease, exactly.
+
+    Attributes
+    ----------
+    placement : Placement
+    limits : Limits
+    window_nbytes, collection_nbytes : int
+        Device bytes of the window of parameters in use, and of the gradients being collected.
+    claims : tuple[Claim, ...]
+        All leases of the run.
+    """
+
+    placement: Placement
+    limits: Limits
+    window_nbytes: int
+    collection_nbytes: int
+    claims: tuple[Claim, ...]
+
+    def planned_bytes(self, tier: TierName) -> int:
+        """All claims on a tier's budget."""
+        return _total(self.claims, tier, self.limits)
+
+
+def announce(
+    placement: Placement, limits: Limits, choices: TierChoices, retry: Callable[[TierChoices], Placement]
+) -> AnnouncedPlan:
+    """Fix the sizes that depend on the budgets.
+
+    Parameters
+    ----------
+    retry : callable
+        Places again under other choices; asked for what would help if this does not fit.
+
+    Raises
+    ------
+    BudgetError
+        If the least that the run needs does not fit, with the holders and the smallest changes that help.
+    """
+    plan = _fit(placement, limits)
+    if isinstance(plan, AnnouncedPlan):
+        return plan
+    raise BudgetError(_refusal(plan, limits, _alternatives(choices, limits, retry)))
+
+
+@dataclass(frozen=True)
+class _Misfit:
+    tier: TierName
+    need_bytes: int
+    claims: tuple[Claim, ...]
+
+
+def _fit(placement: Placement, limits: Limits) -> AnnouncedPlan | _Misfit:
+    collection = placement.collection
+    # Twice the largest lets one unit's gradients leave while the next one's gather.
+    wish = min(collection.most_nbytes, 2 * collection.least_nbytes)
+    plan = _fit_collecting(placement, limits, wish)
+    return plan if isinstance(plan, AnnouncedPlan) else _fit_collecting(placement, limits, collection.least_nbytes)
+
+
+def _fit_collecting(placement: Placement, limits: Limits, collection_nbytes: int) -> AnnouncedPlan | _Misfit:
+    window = placement.window
+    claims = (*placement.fixed_claims(), *_claim("gradient collection", collection_nbytes))
+    least = (*claims, *_claim("parameters in use", window.least_nbytes))
+    misfit = _first_misfit(least, limits)
+    if misfit is not None:
+        return misfit
+    window_nbytes = min(window.most_nbytes, window.least_nbytes + _room(least, limits))
+    full = (*claims, *_claim("parameters in use", window_nbytes))
+    return AnnouncedPlan(placement, limits, window_nbytes, collection_nbytes, full)
+
+
+def _claim(holder: str, nbytes: int) -> tuple[Claim, ...]:
+    return (Claim(TierName.DEVICE, holder, nbytes),) if nbytes else ()
+
+
+def _first_misfit(claims: tuple[Claim, ...], limits: Limits) -> _Misfit | None:
+    for tier in TierName:
+        need = _total(claims, tier, limits)
+        if need > limits.of(tier):
+            return _Misfit(tier, need, claims)
+    return None
+
+
+def _total(claims: tuple[Claim, ...], tier: TierName, limits: Limits) -> int:
+    return sum(claim.nbytes for claim in claims if _counts(claim, tier, limits))
+
+
+def _counts(claim: Claim, tier: TierName, limits: Limits) -> bool:
+    aliased = tier is TierName.HOST and claim.tier is TierName.DEVICE and limits.device_shares_host
+    return claim.tier is tier or aliased
+
+
+def _room(claims: tuple[Claim, ...], limits: Limits) -> int:
+    room = limits.device_bytes - _total(claims, TierName.DEVICE, limits)
+    if limits.device_shares_host:
+        room = min(room, limits.host_bytes - _total(claims, TierName.HOST, limits))
+    return room
+
+
+_FIELDS: Mapping[TierName, str] = {
+    TierName.DEVICE: "device_memory",
+    TierName.HOST: "host_memory",
+    TierName.NVME: "nvme_space",
+}
+_STATES: tuple[Literal["optimizer", "gradients", "params"], ...] = ("optimizer", "gradients", "params")
+
+
+def _alternatives(choices: TierChoices, limits: Limits, retry: Callable[[TierChoices], Placement]) -> list[str]:
+    """Single home tiers that would make the run fit."""
+    found = []
+    for state in _STATES:
+        for tier in TierName:
+            changed = _with(choices, state, tier)
+            if changed != choices and isinstance(_fit(retry(changed), limits), AnnouncedPlan):
+                found.append(f'{state} = "{tier.value}"')
+    return found
+
+
+def _with(choices: TierChoices, state: Literal["optimizer", "gradients", "params"], tier: TierName) -> TierChoices:
+    home: HomeTier = tier.value
+    match state:
+        case "optimizer":
+            return replace(choices, optimizer=home)
+        case "gradients":
+            return replace(choices, gradients=home)
+        case "params":
+            return replace(choices, params=home)
+
+
+def _refusal(misfit: _Misfit, limits: Limits, alternatives: list[str]) -> str:
+    limit, tier = limits.of(misfit.tier), misfit.tier
+    rows = sorted((c for c in misfit.claims if _counts(c, tier, limits)), key=lambda claim: -claim.nbytes)
+    lines = [
+        (
+            f"the run does not fit the {tier.value} budget: it needs {misfit.need_bytes} bytes"
+            f" ({format_bytes(misfit.need_bytes)}), the budget is {limit} bytes ({format_bytes(limit)})"
+        ),
+        *(f"  {claim.holder:<22}{format_bytes(claim.nbytes):>12}  {claim.nbytes} bytes" for claim in rows),
+        f'smallest change: {_FIELDS[tier]} = "{misfit.need_bytes}B" ({misfit.need_bytes - limit} bytes more)',
+    ]
+    if alternatives:
+        lines.append(f"or, within the budgets as they are: {'; '.join(alternatives)}")
+    return "\n".join(lines)
