@@ -1,0 +1,79 @@
+"""zerooffload: train PyTorch models larger than the memory of the accelerators at hand.
+
+    import zerooffload as zo
+
+    model = zo.offload(model, zo.OffloadConfig(params="nvme", optimizer="nvme", nvme_paths=["/mnt/nvme"]))
+    optimizer = zo.AdamW(model.parameters(), lr=1e-5)
+
+Names are resolved when they are first used: importing the package is quick and initialises no device.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerooffload.config import OffloadConfig
+    from zerooffload.errors import (
+        BudgetError,
+        CheckpointError,
+        ConfigError,
+        InternalError,
+        TierIOError,
+        ZeroOffloadError,
+    )
+    from zerooffload.offload import clip_grad_norm_, close, full_params, offload, step_report
+    from zerooffload.optim import AdamW
+    from zerooffload.telemetry import StepReport, TierUsage
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AdamW": "optim",
+    "BudgetError": "errors",
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "InternalError": "errors",
+    "OffloadConfig": "config",
+    "StepReport": "telemetry",
+    "TierIOError": "errors",
+    "TierUsage": "telemetry",
+    "ZeroOffloadError": "errors",
+    "clip_grad_norm_": "offload",
+    "close": "offload",
+    "full_params": "offload",
+    "offload": "offload",
+    "step_report": "offload",
+}
+
+__all__ = [
+    "AdamW",
+    "BudgetError",
+    "CheckpointError",
+    "ConfigError",
+    "InternalError",
+    "OffloadConfig",
+    "StepReport",
+    "TierIOError",
+    "TierUsage",
+    "ZeroOffloadError",
+    "clip_grad_norm_",
+    "close",
+    "full_params",
+    "offload",
+    "step_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Importing a submodule binds it here under its own name, so `offload` the function replaces `offload` the module.
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,171 @@
+"""The public entry: offload a model, and what can be asked of an offloaded one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup, is_available, is_initialized
+
+from zerooffload.accelerator import default_accelerator
+from zerooffload.config import OffloadConfig
+from zerooffload.errors import ConfigError
+from zerooffload.runtime.build import Environment, build_run, environment
+from zerooffload.runtime.ordinary_calls import make_ordinary_calls_right
+from zerooffload.runtime.param_access import units_of
+from zerooffload.runtime.run import Run
+from zerooffload.sharding.registry import residence_of
+from zerooffload.telemetry import StepReport
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def offload(model: M, config: OffloadConfig | None = None, *, process_group: ProcessGroup | None = None) -> M:
+    """Move a model's states to their home tiers, in place, and hook the model so that it trains from there.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        With real (not meta) parameters and no gradients.
+    config : OffloadConfig, optional
+        Default: every state on host.
+    process_group : ProcessGroup, optional
+        For several ranks, which do not work yet.
+
+    Returns
+    -------
+    torch.nn.Module
+        The same module. Its parameters keep their identity, shape and names.
+
+    Raises
+    ------
+    ConfigError
+        If the model, a setting or a path cannot work as given.
+    BudgetError
+        If the run does not fit the budgets; nothing has been allocated then.
+    TierIOError
+        If the nvme paths cannot be used.
+    """
+    config = config or OffloadConfig()
+    _check_ranks(process_group)
+    return offload_in(model, config, environment(config, default_accelerator()))
+
+
+def offload_in(model: M, config: OffloadConfig, env: Environment) -> M:
+    """`offload` in an environment of the caller's."""
+    run = build_run(model, config, env)
+    make_ordinary_calls_right(model, run)
+    return model
+
+
+@contextmanager
+def full_params(
+    module: nn.Module,
+    writeback: bool = True,  # noqa: FBT001, FBT002 - may well be given by position
+    *,
+    grads: bool = False,
+) -> Iterator[None]:
+    """The whole parameters of a module, to read or to change.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        An offloaded model or a part of it; the units of its parameters must fit the window of parameters in use.
+    writeback : bool
+        Take edits home at the end. With False, or when the block raises, they are undone.
+    grads : bool
+        Also show gradients: `param.grad` is then a real tensor, as clipping left it.
+
+    Raises
+    ------
+    ConfigError
+        If a parameter is not offloaded.
+    BudgetError
+        If the parameters, or the copies kept to find edits, do not fit.
+    """
+    run, units = units_of(module)
+    if not isinstance(run, Run):
+        raise ConfigError(f"{type(module).__name__} is not offloaded")
+    with run.access.full(units, writeback=writeback, grads=grads):
+        yield
+
+
+def clip_grad_norm_(
+    model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+) -> torch.Tensor:
+    """Clip gradients by their exact global norm over all tiers.
+
+    The factor `min(1, max_norm / (norm + 1e-6))` is applied when the optimizer reads the gradients.
+
+    Returns
+    -------
+    torch.Tensor
+        The norm before clipping, fp32, 0-dim.
+
+    Raises
+    ------
+    ConfigError
+        If a parameter is not offloaded.
+    RuntimeError
+        With `error_if_nonfinite`, if the norm is not finite.
+    """
+    params: list[torch.Tensor]
+    if isinstance(model_or_params, nn.Module):
+        params = list(model_or_params.parameters())
+    elif isinstance(model_or_params, torch.Tensor):
+        params = [model_or_params]
+    else:
+        params = list(model_or_params)
+    if not params:
+        return torch.zeros(())
+    return _run_of(params[0]).clip_grad_norm(
+        params, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
+    )
+
+
+def step_report(model: nn.Module) -> StepReport:
+    """What the last `optimizer.step()` moved and where it waited.
+
+    Raises
+    ------
+    ConfigError
+        If the model is not offloaded, or no step has finished.
+    """
+    return _run_of(next(model.parameters(), None)).report()
+
+
+def close(model: nn.Module) -> None:
+    """End a run: give budgets, files and the directory back. Again, or on a model never offloaded, does nothing.
+
+    Values whose home the device could not use are gone with it: save the model before.
+    """
+    param = next(model.parameters(), None)
+    residence = residence_of(param) if param is not None else None
+    if residence is not None:
+        residence.run.close()
+
+
+def _run_of(param: torch.Tensor | None) -> Run:
+    residence = residence_of(param) if param is not None else None
+    if residence is None or not isinstance(residence.run, Run):
+        raise ConfigError("the model is not offloaded: call zo.offload(model) first")
+    return residence.run
+
+
+def _check_ranks(process_group: ProcessGroup | None) -> None:
+    initialized = is_available() and is_initialized()
+    world_size = (
+        torch.distributed.get_world_size(process_group) if initialized else int(os.environ.get("WORLD_SIZE", "1"))
+    )
+    if world_size > 1 or process_group is not None:
+        raise ConfigError(f"zo.offload works on one rank so far, and this process is one of {world_size}")
+
+
+__all__ = ["clip_grad_norm_", "close", "full_params", "offload", "step_report"]

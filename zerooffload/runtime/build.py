@@ -1,0 +1,192 @@
+"""Building a run: cut the model, announce the plan, take what it says, hand the parameters over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zerooffload.accelerator import Accelerator
+from zerooffload.aio import Engine, choose_engine
+from zerooffload.config import OffloadConfig
+from zerooffload.errors import ConfigError
+from zerooffload.optim.kernels import Kernels, TorchKernels, host_kernels
+from zerooffload.planner.admission import AnnouncedPlan, announce
+from zerooffload.planner.placement import FlatPlacement, Reach, TierChoices, UnitLayout, UnitPlacement, place
+from zerooffload.runtime.hook_points import HookPoint
+from zerooffload.runtime.initial_states import write_initial_states
+from zerooffload.runtime.resources import Parts, Resources, limits_of
+from zerooffload.runtime.run import Run
+from zerooffload.sharding.flat import Flat
+from zerooffload.sharding.grouping import UnitModules, find_units
+from zerooffload.sharding.layout import ParamSpec, lay_out
+from zerooffload.sharding.registry import register, residence_of
+from zerooffload.sharding.unit import Unit, UnitFlat, new_training_states
+from zerooffload.telemetry import Waits, process_resident_bytes
+from zerooffload.telemetry.recorder import CountingRecorder
+from zerooffload.tiers import Transfers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What a run works with; tests put simulated parts here.
+
+    Attributes
+    ----------
+    accelerator : Accelerator
+    open_engine : callable
+        Makes the I/O engine; called only where a state lives on nvme.
+    make_waits : callable
+        Makes the `Waits` for a recorder.
+    kernels : Kernels
+        For host memory.
+    """
+
+    accelerator: Accelerator
+    open_engine: Callable[[], Engine]
+    kernels: Kernels
+    make_waits: Callable[[CountingRecorder], Waits] = Waits
+
+
+def environment(config: OffloadConfig, accelerator: Accelerator) -> Environment:
+    """The real one."""
+    return Environment(
+        accelerator=accelerator,
+        open_engine=lambda: choose_engine(config.io_engine).engine,
+        kernels=host_kernels(config.threads),
+    )
+
+
+def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
+    """Offload `model` in place.
+
+    Raises
+    ------
+    ConfigError
+        If the model, a setting or a path cannot work as given.
+    BudgetError
+        If the run does not fit. Nothing is allocated then.
+    TierIOError
+        If the nvme paths cannot be used. The model is untouched then.
+    """
+    _check_model(model)
+    baseline_bytes = process_resident_bytes()
+    found = find_units(model, config.units)
+    params_of = dict(model.named_parameters(remove_duplicate=False))
+    layouts = [_unit_layout(unit, params_of, config) for unit in found]
+    plan = _announce(layouts, config, env.accelerator)
+    recorder = CountingRecorder()
+    waits = env.make_waits(recorder)
+    parts = Parts(env.accelerator, Transfers(env.accelerator, waits, recorder), waits, recorder)
+    resources = Resources(plan, config, parts, env.open_engine)
+    try:
+        units = [_make_unit(unit, params_of, resources, env.accelerator) for unit in plan.placement.units]
+        resources.reserve()
+    except BaseException:
+        resources.close()
+        raise
+    run = Run(
+        units=units,
+        points=_hook_points(found, units),
+        plan=plan,
+        resources=resources,
+        parts=parts,
+        kernels=(env.kernels, TorchKernels()),
+        baseline_bytes=baseline_bytes,
+    )
+    try:
+        _hand_over(model, units, resources, parts)
+    except BaseException:
+        run.close()
+        raise
+    for unit in units:
+        register(run, unit)
+    run.install()
+    return run
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        if residence_of(param) is not None:
+            raise ConfigError(f"the model is offloaded already (parameter {name}): call zo.close(model) first")
+        if not param.is_meta and param.untyped_storage().nbytes() < param.numel() * param.element_size():
+            raise ConfigError(f"parameter {name} has no values: it belonged to a run that was closed")
+        if param.is_meta:
+            raise ConfigError(f"parameter {name} is on the meta device: materialize the model before zo.offload")
+        if param.grad is not None:
+            raise ConfigError(f"parameter {name} has a gradient: call model.zero_grad() before zo.offload")
+
+
+def _unit_layout(unit: UnitModules, params_of: dict[str, nn.Parameter], config: OffloadConfig) -> UnitLayout:
+    """Group a unit's parameters into flats of one dtype and one `requires_grad`."""
+    groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
+    for names in unit.param_names:
+        param = params_of[names[0]]
+        dtype = config.torch_compute_dtype if param.is_floating_point() else None
+        spec = ParamSpec(names[0], tuple(param.shape), names[1:])
+        groups.setdefault((dtype or param.dtype, param.requires_grad), []).append(spec)
+    flats = [
+        lay_out(
+            f"{unit.name}/{dtype}{'' if trainable else '/frozen'}".replace("torch.", ""),
+            specs,
+            dtype=dtype,
+            trainable=trainable,
+        )
+        for (dtype, trainable), specs in groups.items()
+    ]
+    return UnitLayout(unit.name, tuple(flats), unit.needs)
+
+
+def _announce(layouts: list[UnitLayout], config: OffloadConfig, accelerator: Accelerator) -> AnnouncedPlan:
+    reach = Reach(accelerator.shares_host_memory, accelerator.range_nbytes)
+    choices = TierChoices(config.params, config.optimizer, config.gradients)
+    placement = place(layouts, choices, reach)
+    return announce(placement, limits_of(config, accelerator), choices, lambda others: place(layouts, others, reach))
+
+
+def _make_unit(
+    unit: UnitPlacement, params_of: dict[str, nn.Parameter], resources: Resources, accelerator: Accelerator
+) -> Unit:
+    return Unit(unit.name, [_make_flat(flat, params_of, resources, accelerator) for flat in unit.flats])
+
+
+def _make_flat(
+    placed: FlatPlacement, params_of: dict[str, nn.Parameter], resources: Resources, accelerator: Accelerator
+) -> UnitFlat:
+    params = [params_of[slot.param.name] for slot in placed.layout.slots]
+    tiers = resources.tiers
+    training = None
+    if placed.optimizer is not None and placed.gradient is not None:
+        training = new_training_states(
+            tiers[placed.optimizer_tier].allocate(placed.optimizer, "optimizer state"),
+            tiers[placed.gradient_tier].allocate(placed.gradient, "gradients"),
+            len(params),
+        )
+    return UnitFlat(
+        flat=Flat(placed.layout, params, accelerator.device),
+        home=tiers[placed.param_tier].allocate(placed.param, "parameters"),
+        training=training,
+        range=accelerator.reserve(placed.range_length) if placed.moves else None,
+        collection=accelerator.reserve(placed.range_length) if placed.collects else None,
+    )
+
+
+def _hook_points(found: Iterable[UnitModules], units: Iterable[Unit]) -> list[HookPoint]:
+    by_name = {unit.name: unit for unit in units}
+    return [HookPoint(item.name, item.module, (by_name[name] for name in item.needs)) for item in found]
+
+
+def _hand_over(model: nn.Module, units: Iterable[Unit], resources: Resources, parts: Parts) -> None:
+    """Unit by unit: write the values home, then let the parameters show what they are from now on."""
+    for unit in units:
+        for part in unit.parts:
+            write_initial_states(part, resources.ring, parts.waits)
+            part.show_at_home()
+    resources.ring.drain(parts.waits)
+    device = parts.accelerator.device
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

@@ -1,0 +1,125 @@
+"""Bringing a unit's parameters from their homes into its ranges.
+
+Where the device shares host memory, records are read straight into the range. Elsewhere what the host addresses is
+copied, and what it does not address passes through a staging slot: all staged records wait in one queue, first come,
+first served, so that a fetch that is waited for finishes those before it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from zerooffload.accelerator import Accelerator, Event
+from zerooffload.sharding.unit import Unit
+from zerooffload.telemetry import Wait, Waitable, Waits, wait_for_all
+from zerooffload.tiers import Block, Space, StagingRing, StagingSlot, Transfers
+
+
+class Fetch:
+    """A unit on its way: what is still outstanding."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.direct_reads: list[Waitable] = []
+        self.num_staged = 0
+        self.last_copy: Event | None = None
+
+
+@dataclass
+class _StagedRead:
+    fetch: Fetch
+    home: Block
+    chunk: int
+    target: torch.Tensor
+    slot: StagingSlot | None = None
+    record: torch.Tensor | None = None
+    ticket: Waitable | None = None
+
+
+class Fetcher:
+    """Starts and finishes fetches."""
+
+    def __init__(self, accelerator: Accelerator, transfers: Transfers, ring: StagingRing, waits: Waits) -> None:
+        self._accelerator = accelerator
+        self._transfers = transfers
+        self._ring = ring
+        self._waits = waits
+        self._queue: deque[_StagedRead] = deque()
+        self._reading: deque[_StagedRead] = deque()
+
+    def start(self, unit: Unit, refill_after: Event) -> Fetch:
+        """Begin to fill the unit's ranges, whose memory compute has done with at `refill_after`."""
+        fetch = Fetch(unit)
+        for part in unit.moving_parts:
+            if part.range is None:
+                continue
+            part.range.fill()
+            layout = part.home.layout
+            for chunk in range(layout.num_chunks):
+                offset = layout.record_offset(chunk)
+                target = part.range.tensor[offset : offset + layout.file_nbytes(chunk)]
+                self._start_record(fetch, part.home, chunk, target, refill_after)
+        return fetch
+
+    def _start_record(self, fetch: Fetch, home: Block, chunk: int, target: torch.Tensor, refill_after: Event) -> None:
+        source = home.view(Space.HOST, chunk)
+        if source is not None:
+            target = target[: source.numel()]
+            fetch.last_copy = self._transfers.to_device(target, source, refill_after, Wait.RANGE_REFILL)
+        elif self._accelerator.shares_host_memory:
+            fetch.direct_reads.append(home.read(chunk, target))
+        else:
+            # Every staged copy runs on `copy_in`, so ordering that queue once is enough.
+            self._waits.order(Wait.RANGE_REFILL, self._accelerator.copy_in, refill_after)
+            fetch.num_staged += 1
+            self._queue.append(_StagedRead(fetch, home, chunk, target))
+            self.advance()
+
+    def advance(self) -> None:
+        """Do what can be done without waiting."""
+        self._issue()
+        while self._reading and self._reading[0].ticket is not None and self._reading[0].ticket.done():
+            self._copy_first()
+            self._issue()
+
+    def finish(self, fetch: Fetch) -> None:
+        """Wait until the parameters are there, for compute.
+
+        Raises
+        ------
+        TierIOError
+            If a record could not be read; the ranges' contents are then undefined.
+        """
+        wait_for_all(self._waits, Wait.PARAMETER_READ, fetch.direct_reads)
+        while fetch.num_staged:
+            self._issue()
+            self._copy_first()
+        if fetch.last_copy is not None:
+            self._waits.order(Wait.PARAMETER_COPY, self._accelerator.compute, fetch.last_copy)
+
+    def _issue(self) -> None:
+        while self._queue and self._ring.num_free:
+            item = self._queue.popleft()
+            item.slot = self._ring.acquire(self._waits)
+            item.record = item.slot.take(item.home.layout.file_nbytes(item.chunk))
+            item.ticket = item.home.read(item.chunk, item.record)
+            self._reading.append(item)
+
+    def _copy_first(self) -> None:
+        item = self._reading.popleft()
+        item.fetch.num_staged -= 1
+        if item.ticket is None or item.record is None or item.slot is None:
+            return
+        leaving: list[Waitable] = [item.ticket]
+        try:
+            self._waits.until(Wait.PARAMETER_READ, item.ticket)
+            target = item.target[: item.home.layout.record_nbytes(item.chunk)]
+            # The refill was ordered when the fetch began.
+            copied = self._transfers.copy_in(target, item.record[: target.numel()])
+            item.fetch.last_copy = copied
+            leaving = [copied]
+        finally:
+            self._ring.release(item.slot, leaving)

@@ -1,0 +1,227 @@
+"""The last leg of a gradient: from the device to its home, joined with what the home holds, and normed on the way."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from zerooffload.accelerator import Event
+from zerooffload.optim.kernels import Kernels
+from zerooffload.sharding.unit import TrainingStates, UnitFlat
+from zerooffload.telemetry import Recorder, Wait, Waitable, Waits, Work
+from zerooffload.tiers import Space, StagingRing, StagingSlot, Transfers
+
+
+@dataclass(frozen=True)
+class _Departure:
+    """What of a flat arrived, and what its home held before."""
+
+    part: UnitFlat
+    training: TrainingStates
+    arrived: frozenset[int]
+    held_before: tuple[bool, ...]
+    factors_before: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Copying:
+    """A chunk on its way from the device into a staging slot."""
+
+    departure: _Departure
+    chunk: int
+    content: torch.Tensor
+    slot: StagingSlot
+    copied: Event
+
+
+class Landing:
+    """Joins departing gradients with their homes.
+
+    Parameters
+    ----------
+    host_kernels, device_kernels : Kernels
+        Arithmetic on host memory, and on the device's.
+    ring : StagingRing
+        Slots for one chunk from the device and one from its home.
+    """
+
+    def __init__(
+        self,
+        *,
+        shares_host_memory: bool,
+        host_kernels: Kernels,
+        device_kernels: Kernels,
+        ring: StagingRing,
+        transfers: Transfers,
+        waits: Waits,
+        recorder: Recorder,
+    ) -> None:
+        self._shares_host_memory = shares_host_memory
+        self._host_kernels = host_kernels
+        self._device_kernels = device_kernels
+        self._ring = ring
+        self._transfers = transfers
+        self._waits = waits
+        self._recorder = recorder
+        self._copying: deque[_Copying] = deque()
+        self._writes: dict[tuple[int, int], Waitable] = {}
+        self._sums: dict[tuple[int, int], torch.Tensor] = {}
+
+    def send(self, part: UnitFlat, training: TrainingStates, memory: torch.Tensor, arrived: set[int]) -> list[Waitable]:
+        """Send the gradients `arrived` of a flat home from `memory`, uint8 on the device.
+
+        Returns
+        -------
+        list[Waitable]
+            What must be done before `memory` may be reused.
+        """
+        departure = _Departure(part, training, frozenset(arrived), tuple(training.held), tuple(training.grad_factors))
+        for index in arrived:
+            training.held[index] = True
+            training.grad_factors[index] = 1.0
+        using: list[Waitable] = []
+        layout = training.gradient.layout
+        for chunk in range(layout.num_chunks):
+            offset = layout.record_offset(chunk)
+            content = memory[offset : offset + layout.file_nbytes(chunk)]
+            if self._shares_host_memory:
+                using += self._join(departure, chunk, content, None)
+            else:
+                using.append(self._copy_out(departure, chunk, content))
+        return using
+
+    def finish(self) -> None:
+        """Join everything that was sent; writes may still be under way."""
+        while self._copying:
+            self._join_first()
+
+    def drain(self) -> None:
+        """Wait until everything is home."""
+        self.finish()
+        writes, self._writes = self._writes, {}
+        for write in writes.values():
+            self._waits.until(Wait.GRADIENT_WRITE, write)
+
+    def forget_sums(self, part: UnitFlat) -> None:
+        """The gradient of a flat changed."""
+        if part.training is not None:
+            for chunk in range(part.training.gradient.layout.num_chunks):
+                self._sums.pop((id(part), chunk), None)
+
+    def square_sums(self, part: UnitFlat, training: TrainingStates) -> list[torch.Tensor]:
+        """Sums of squares, by blocks, of a flat's gradient as its home holds it; what is not held counts as zero."""
+        sums = []
+        for chunk in range(training.gradient.layout.num_chunks):
+            key = (id(part), chunk)
+            if key not in self._sums:
+                self._sums[key] = self._sums_at_home(part, training, chunk)
+            sums.append(self._sums[key])
+        return sums
+
+    def _sums_at_home(self, part: UnitFlat, training: TrainingStates, chunk: int) -> torch.Tensor:
+        home = training.gradient
+        for space, kernels in ((Space.HOST, self._host_kernels), (Space.DEVICE, self._device_kernels)):
+            record = home.view(space, chunk)
+            if record is not None:
+                (elements,) = home.layout.split(chunk, record).values()
+                _zero_absent(part, home.layout.chunk_range(chunk), elements, training.held)
+                return kernels.square_sums(elements)
+        slot = self._ring.acquire(self._waits)
+        record = slot.take(home.layout.file_nbytes(chunk))
+        self._read(part, training, chunk, record)
+        (elements,) = home.layout.split(chunk, record).values()
+        _zero_absent(part, home.layout.chunk_range(chunk), elements, training.held)
+        sums = self._host_kernels.square_sums(elements)
+        self._ring.release(slot)
+        return sums
+
+    def _copy_out(self, departure: _Departure, chunk: int, source: torch.Tensor) -> Event:
+        if not self._ring.num_free:
+            self._join_first()
+        slot = self._ring.acquire(self._waits)
+        content = slot.take(source.numel())
+        copied = self._transfers.to_host(content, source, Wait.GRADIENT_COMPUTED)
+        self._copying.append(_Copying(departure, chunk, content, slot, copied))
+        return copied
+
+    def _join_first(self) -> None:
+        item = self._copying.popleft()
+        leaving: list[Waitable] = [item.copied]
+        try:
+            self._waits.until(Wait.GRADIENT_COPY, item.copied)
+            leaving = self._join(item.departure, item.chunk, item.content, item.slot)
+        finally:
+            self._ring.release(item.slot, leaving)
+
+    def _join(
+        self, departure: _Departure, chunk: int, content: torch.Tensor, slot: StagingSlot | None
+    ) -> list[Waitable]:
+        """Bring a chunk, now in host memory, into its home; return what still uses `content`."""
+        home = departure.training.gradient
+        (new,) = home.layout.split(chunk, content).values()
+        view = home.view(Space.HOST, chunk)
+        with self._recorder.working(Work.GRADIENT_ACCUMULATION):
+            if view is not None:
+                self._sums.pop((id(departure.part), chunk), None)
+                (old,) = home.layout.split(chunk, view).values()
+                self._add(departure, chunk, old, new, into_old=True)
+                return []
+        span = home.layout.chunk_range(chunk)
+        if any(held for _, _, held in _overlaps(departure.part, span, departure.held_before)):
+            own = slot or self._ring.acquire(self._waits)
+            record = own.take(home.layout.file_nbytes(chunk))
+            self._read(departure.part, departure.training, chunk, record)
+            (old,) = home.layout.split(chunk, record).values()
+            with self._recorder.working(Work.GRADIENT_ACCUMULATION):
+                self._add(departure, chunk, old, new, into_old=False)
+            if slot is None:
+                self._ring.release(own)
+        _zero_absent(departure.part, span, new, departure.training.held)
+        with self._recorder.working(Work.GRADIENT_NORM):
+            self._sums[id(departure.part), chunk] = self._host_kernels.square_sums(new)
+        write = home.write(chunk, content)
+        self._writes[id(departure.part), chunk] = write
+        return [write]
+
+    def _read(self, part: UnitFlat, training: TrainingStates, chunk: int, record: torch.Tensor) -> None:
+        write = self._writes.pop((id(part), chunk), None)
+        if write is not None:
+            self._waits.until(Wait.GRADIENT_WRITE, write)
+        self._waits.until(Wait.GRADIENT_READ, training.gradient.read(chunk, record))
+
+    def _add(self, departure: _Departure, chunk: int, old: torch.Tensor, new: torch.Tensor, *, into_old: bool) -> None:
+        """Join `new` and `old` into one of them, parameter by parameter."""
+        span = departure.training.gradient.layout.chunk_range(chunk)
+        for index, part, held in _overlaps(departure.part, span, departure.held_before):
+            source, target = (new[part], old[part]) if into_old else (old[part], new[part])
+            if index in departure.arrived and held:
+                factor = departure.factors_before[index]
+                if factor != 1.0:
+                    old[part].mul_(factor)
+                self._host_kernels.accumulate(target, source)
+            elif (index in departure.arrived) == into_old and (index in departure.arrived or held):
+                target.copy_(source)
+
+
+def _overlaps(
+    part: UnitFlat, span: tuple[int, int], flags: tuple[bool, ...] | list[bool]
+) -> list[tuple[int, slice, bool]]:
+    """The parameters in a chunk: index, place counted from the chunk's start, flag."""
+    start, stop = span
+    return [
+        (index, slice(max(slot.start, start) - start, min(slot.stop, stop) - start), flags[index])
+        for index, slot in enumerate(part.flat.layout.slots)
+        if slot.start < stop and slot.stop > start
+    ]
+
+
+def _zero_absent(part: UnitFlat, span: tuple[int, int], elements: torch.Tensor, held: list[bool]) -> None:
+    """Zero what belongs to no held gradient, padding included, so that it adds nothing to the norm."""
+    position = 0
+    for _, place, is_held in _overlaps(part, span, held):
+        if is_held:
+            elements[position : place.start].zero_()
+            position = place.stop
+    elements[position:].zero_()

@@ -1,0 +1,136 @@
+"""Calls that know nothing of offloading: each works within the budget, or is refused with what to do instead.
+
+`state_dict` and `load_state_dict` go through the homes; `.to` and its kin are let through where they change nothing
+about the parameters; `copy.deepcopy` and pickling are refused, because a placeholder copies without an error.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zerooffload.errors import ConfigError
+from zerooffload.runtime.param_access import keep_lease
+from zerooffload.runtime.run import Run
+from zerooffload.sharding.registry import Residence, residence_of
+from zerooffload.sharding.unit import Unit
+
+_GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__")
+
+
+def make_ordinary_calls_right(model: nn.Module, run: Run) -> None:
+    """Put the guards and hooks on `model` and its parts, until the run is closed."""
+    # The guards live on the modules, and the run undoes them: neither may keep the other alive through this.
+    guarded = []
+    copies = WeakIdKeyDictionary()
+    for module in model.modules():
+        if not any(residence_of(param) is not None for param in module.parameters()):
+            continue
+        module.__dict__["_apply"] = _guarded_apply(module)
+        module.__dict__["__deepcopy__"] = _refusal(
+            "copy.deepcopy", "offload the copy instead, or copy parameters inside zo.full_params(model)"
+        )
+        module.__dict__["__reduce_ex__"] = _refusal(
+            "pickling (torch.save of the module)", "save model.state_dict() instead"
+        )
+        guarded.append(weakref.ref(module))
+        if any(residence_of(param) is not None for param in module.parameters(recurse=False)):
+            _hook_state_dict(module, run, copies)
+    run.at_close(lambda: _remove_guards(guarded))
+
+
+def _remove_guards(guarded: list[weakref.ref[nn.Module]]) -> None:
+    for ref in guarded:
+        module = ref()
+        if module is not None:
+            for name in _GUARDED:
+                module.__dict__.pop(name, None)
+
+
+def _refusal(what: str, instead: str) -> Callable[..., NoReturn]:
+    def refuse(*_: object) -> NoReturn:
+        raise ConfigError(f"{what} does not work on an offloaded model, whose values are on their tiers: {instead}")
+
+    return refuse
+
+
+def _guarded_apply(module: nn.Module) -> Callable[..., nn.Module]:
+    """`Module._apply`, which `.to`, `.half`, `.cuda` and the like are made of, for buffers alone."""
+    ref = weakref.ref(module)
+
+    def apply(
+        fn: Callable[[torch.Tensor], torch.Tensor],
+        recurse: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+    ) -> nn.Module:
+        target = ref()
+        if target is None:
+            raise ConfigError("the module is gone")
+        for name, param in target.named_parameters(recurse=recurse):
+            probe = torch.empty(1, dtype=param.dtype, device=param.device)
+            result = fn(probe)
+            if (result.dtype, result.device) != (param.dtype, param.device):
+                raise ConfigError(
+                    f"this would take {name} from {param.dtype} on {param.device} to {result.dtype} on {result.device}."
+                    " An offloaded model stays as it is: choose OffloadConfig(compute_dtype=...), or convert before"
+                    " zo.offload"
+                )
+        for part in target.modules() if recurse else (target,):
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = fn(buffer)
+        return target
+
+    return apply
+
+
+def _hook_state_dict(module: nn.Module, run: Run, copies: WeakIdKeyDictionary) -> None:
+    loading: list[AbstractContextManager[None]] = []
+
+    def after_state_dict(owner: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, param in owner._parameters.items():
+            residence = residence_of(param) if param is not None else None
+            if param is None or residence is None or residence.part.range is None:
+                continue
+            if prefix + name in state:
+                state[prefix + name] = _copy_for(state, param, residence, run, copies)
+
+    def before_loading(owner: nn.Module, _state: Any, _prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+        if metadata.get("assign_to_params_buffers"):
+            raise ConfigError("load_state_dict(assign=True) would replace offloaded parameters: leave assign off")
+        context = run.access.full(_direct_units(owner), writeback=True, grads=False)
+        context.__enter__()
+        loading.append(context)
+
+    def after_loading(_owner: nn.Module, _incompatible: Any) -> None:
+        if loading:
+            loading.pop().__exit__(None, None, None)
+
+    run.keep_hook(module.register_state_dict_post_hook(after_state_dict))
+    run.keep_hook(module.register_load_state_dict_pre_hook(before_loading))
+    run.keep_hook(module.register_load_state_dict_post_hook(after_loading))
+
+
+def _copy_for(
+    state: Mapping[str, Any], param: nn.Parameter, residence: Residence, run: Run, copies: WeakIdKeyDictionary
+) -> torch.Tensor:
+    """A copy of the values, leased from the host's budget while it lives; one for all names of a tied weight."""
+    if residence.part.flat.layout.slots[residence.slot_index].param.aliases:
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and copies.get(value) == id(param):
+                return value
+    lease = run.access.lease_copies(param.numel() * param.dtype.itemsize)
+    copy = run.access.read_parameter(residence)
+    keep_lease(lease, [copy])
+    copies[copy] = id(param)
+    return copy
+
+
+def _direct_units(module: nn.Module) -> list[Unit]:
+    residences = [residence_of(param) for param in module.parameters(recurse=False)]
+    return list(dict.fromkeys(residence.unit for residence in residences if residence is not None))

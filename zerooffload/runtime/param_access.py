@@ -1,0 +1,212 @@
+"""States seen and changed from outside the training loop: whole parameters, gradients, optimizer states."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from zerooffload.config import TierName
+from zerooffload.errors import ConfigError
+from zerooffload.memory import Lease
+from zerooffload.optim.record import EXP_AVG, EXP_AVG_SQ, REMAINDER
+from zerooffload.runtime.gradients import GradientPath, trainable
+from zerooffload.runtime.residency import Residency
+from zerooffload.runtime.resources import Parts, Resources
+from zerooffload.runtime.slot_access import SlotAccess
+from zerooffload.sharding.layout import Slot
+from zerooffload.sharding.placeholders import OffloadedGradient
+from zerooffload.sharding.registry import Residence, residence_of
+from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
+
+
+class ParamAccess:
+    """Units made full for a while, and copies of single parameters' states."""
+
+    def __init__(self, residency: Residency, gradients: GradientPath, resources: Resources, parts: Parts) -> None:
+        self._residency = residency
+        self._gradients = gradients
+        self._host = resources.budgets[TierName.HOST]
+        self._slots = SlotAccess(resources.ring, parts, residency.settle)
+
+    @contextmanager
+    def full(self, units: Iterable[Unit], *, writeback: bool, grads: bool) -> Iterator[None]:
+        """The parameters of `units` show their values inside; see `zo.full_params`.
+
+        Edits reach the homes when the block ends well, and are undone when it raises or `writeback` is off.
+        """
+        units = list(dict.fromkeys(units))
+        self._gradients.drain()
+        with ExitStack() as stack:
+            stack.callback(self._residency.release, units)
+            self._residency.require(units)
+            copies = [stack.enter_context(self._copy(part)) for unit in units for part in unit.parts]
+            if grads:
+                stack.enter_context(self._whole_gradients(units, writeback=writeback))
+            try:
+                yield
+            except BaseException:
+                _undo(copies)
+                raise
+            if writeback:
+                for part, before in copies:
+                    self._write_back(part, before)
+            else:
+                _undo(copies)
+
+    def read_parameter(self, residence: Residence) -> torch.Tensor:
+        """A copy of a parameter's values in host memory."""
+        return self._slots.read(residence.part.home, _slot(residence))["param"]
+
+    def read_gradient(self, part: UnitFlat, training: TrainingStates, index: int) -> torch.Tensor:
+        """A copy of a parameter's gradient in host memory, as its home holds it."""
+        return self._slots.read(training.gradient, part.flat.layout.slots[index])["grad"]
+
+    def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Copies of `step` and the parts of a parameter's record, leased from the host's budget while they live."""
+        residence, training = _trained(param)
+        slot = _slot(residence)
+        lease = self.lease_copies(
+            sum(part.dtype.itemsize for part in training.optimizer.layout.parts) * slot.param.numel
+        )
+        state = self._slots.read(training.optimizer, slot)
+        keep_lease(lease, state.values())
+        return {"step": torch.tensor(float(training.steps[residence.slot_index])), **state}
+
+    def write_optimizer_state(self, param: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
+        """Replace a parameter's record; parts that `state` lacks (torch's has no remainder) stay as they are."""
+        residence, training = _trained(param)
+        names = {EXP_AVG.name, EXP_AVG_SQ.name, REMAINDER.name} & state.keys()
+        for name in names:
+            if state[name].shape != param.shape:
+                raise ConfigError(
+                    f"{_slot(residence).param.name}: {name} has shape {tuple(state[name].shape)},"
+                    f" expected {tuple(param.shape)}"
+                )
+        self._slots.write(training.optimizer, _slot(residence), {name: state[name] for name in names})
+        training.steps[residence.slot_index] = int(state["step"])
+
+    def lease_copies(self, nbytes: int) -> Lease:
+        """Host memory for copies that the user gets.
+
+        Raises
+        ------
+        BudgetError
+            If they do not fit beside what the run holds.
+        """
+        return self._host.lease(nbytes, "copies for the user")
+
+    @contextmanager
+    def _copy(self, part: UnitFlat) -> Iterator[tuple[UnitFlat, list[torch.Tensor]]]:
+        with self.lease_copies(part.flat.layout.nbytes):
+            yield part, [param.detach().clone() for param in part.flat.params]
+
+    def _write_back(self, part: UnitFlat, before: list[torch.Tensor]) -> None:
+        """Take edited parameters home. Where a bf16 value changed, the remainder belonged to the old one."""
+        for slot, param, old in zip(part.flat.layout.slots, part.flat.params, before, strict=True):
+            changed = _bits(param) != _bits(old)
+            if not bool(changed.any()):
+                continue
+            if part.range is not None:
+                self._slots.write(part.home, slot, {"param": param.detach()})
+            if part.training is not None and REMAINDER in part.training.optimizer.layout.parts:
+                record = self._slots.read(part.training.optimizer, slot)
+                remainder = record[REMAINDER.name].masked_fill_(changed.cpu(), 0)
+                self._slots.write(part.training.optimizer, slot, {REMAINDER.name: remainder})
+
+    @contextmanager
+    def _whole_gradients(self, units: list[Unit], *, writeback: bool) -> Iterator[None]:
+        nbytes = sum(part.flat.layout.nbytes for unit in units for part, _ in trainable(unit))
+        with self.lease_copies(nbytes):
+            for unit in units:
+                for part, training in trainable(unit):
+                    self._show_gradients(part, training)
+            try:
+                yield
+                if writeback:
+                    for unit in units:
+                        for part, training in trainable(unit):
+                            self._take_gradients(part, training)
+            finally:
+                for unit in units:
+                    for part, training in trainable(unit):
+                        for param, held in zip(part.flat.params, training.held, strict=True):
+                            param.grad = OffloadedGradient(param) if held else None
+
+    def _show_gradients(self, part: UnitFlat, training: TrainingStates) -> None:
+        for index, param in enumerate(part.flat.params):
+            if training.held[index] and param.grad is not None:
+                grad = self.read_gradient(part, training, index).mul_(training.grad_factors[index])
+                param.grad = grad.to(param.device)
+
+    def _take_gradients(self, part: UnitFlat, training: TrainingStates) -> None:
+        for index, (slot, param) in enumerate(zip(part.flat.layout.slots, part.flat.params, strict=True)):
+            training.held[index] = param.grad is not None
+            training.grad_factors[index] = 1.0
+            if param.grad is not None:
+                self._slots.write(training.gradient, slot, {"grad": param.grad.detach()})
+        self._gradients.changed(part)
+
+
+def units_of(module: nn.Module) -> tuple[object, list[Unit]]:
+    """The run and the units that own the parameters of `module`.
+
+    Raises
+    ------
+    ConfigError
+        If a parameter of it is not offloaded.
+    """
+    run: object = None
+    units: dict[Unit, None] = {}
+    for name, param in module.named_parameters():
+        residence = residence_of(param)
+        if residence is None:
+            raise ConfigError(f"parameter {name} of {type(module).__name__} is not offloaded: call zo.offload first")
+        run = residence.run
+        units[residence.unit] = None
+    if run is None:
+        raise ConfigError(f"{type(module).__name__} has no parameters")
+    return run, list(units)
+
+
+def keep_lease(lease: Lease, tensors: Iterable[torch.Tensor]) -> None:
+    """Hold a lease until the last of `tensors` is collected."""
+    remaining = 0
+
+    def one_gone() -> None:
+        nonlocal remaining
+        remaining -= 1
+        if not remaining:
+            lease.release()
+
+    for tensor in tensors:
+        remaining += 1
+        weakref.finalize(tensor, one_gone)
+
+
+def _undo(copies: list[tuple[UnitFlat, list[torch.Tensor]]]) -> None:
+    with torch.no_grad():
+        for part, before in copies:
+            for param, old in zip(part.flat.params, before, strict=True):
+                param.data.copy_(old)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes' own equality: NaN equals itself, -0.0 differs from 0.0."""
+    if not tensor.is_floating_point():
+        return tensor.detach()
+    return tensor.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.int8}[tensor.dtype.itemsize])
+
+
+def _slot(residence: Residence) -> Slot:
+    return residence.part.flat.layout.slots[residence.slot_index]
+
+
+def _trained(param: nn.Parameter) -> tuple[Residence, TrainingStates]:
+    residence = residence_of(param)
+    if residence is None or residence.part.training is None:
+        raise ConfigError(f"a parameter of shape {tuple(param.shape)} has no optimizer state here: it is not trained")
+    return residence, residence.part.training

@@ -1,0 +1,179 @@
+"""Which units are full: a window of device memory, filled ahead of need and emptied by farthest next use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from zerooffload.accelerator import Accelerator
+from zerooffload.errors import BudgetError, InternalError
+from zerooffload.formats import format_bytes
+from zerooffload.runtime.fetch import Fetch, Fetcher
+from zerooffload.sharding.collectives import Collectives
+from zerooffload.sharding.state import ShardState
+from zerooffload.sharding.unit import Unit
+
+
+def choose_victims(
+    candidates: Sequence[Unit], upcoming: Sequence[Unit], need_nbytes: int, *, sooner_than: int | None = None
+) -> list[Unit]:
+    """Units to evict so that `need_nbytes` become free, farthest next use first (Belady 1966). Pure.
+
+    Parameters
+    ----------
+    candidates : Sequence[Unit]
+        Full units that nobody uses now.
+    sooner_than : int, optional
+        Position in `upcoming` of what the room is for: a unit that is needed before it is not given up.
+
+    Returns
+    -------
+    list[Unit]
+        Empty if not enough could be given up.
+    """
+    next_use = {id(unit): position for position, unit in reversed(list(enumerate(upcoming)))}
+    never = len(upcoming)
+    victims, freed = [], 0
+    for unit in sorted(candidates, key=lambda unit: -next_use.get(id(unit), never)):
+        if freed >= need_nbytes:
+            break
+        if sooner_than is not None and next_use.get(id(unit), never) <= sooner_than:
+            break
+        victims.append(unit)
+        freed += unit.range_nbytes
+    return victims if freed >= need_nbytes else []
+
+
+class Residency:
+    """Moves units between home and full, within `window_nbytes` of device memory.
+
+    Units whose homes the device can use are always full and take nothing from the window.
+    """
+
+    def __init__(
+        self, window_nbytes: int, fetcher: Fetcher, collectives: Collectives, accelerator: Accelerator
+    ) -> None:
+        self._window_nbytes = window_nbytes
+        self._fetcher = fetcher
+        self._collectives = collectives
+        self._accelerator = accelerator
+        self._taken_nbytes = 0
+        self._in_use: Counter[Unit] = Counter()
+        self._fetches: dict[Unit, Fetch] = {}
+        self._full: dict[Unit, None] = {}
+        self._last_release = accelerator.record(accelerator.compute)
+
+    def require(self, units: Iterable[Unit], upcoming: Sequence[Unit] = ()) -> None:
+        """Make `units` full and keep them so until as many `release`s.
+
+        Raises
+        ------
+        BudgetError
+            If they do not fit the window beside what else is in use.
+        TierIOError
+            If a parameter cannot be read.
+        """
+        wanted = [unit for unit in units if unit.moving_parts]
+        for unit in wanted:
+            self._in_use[unit] += 1
+        for unit in wanted:
+            if unit.state.current is ShardState.AT_HOME:
+                self._make_room(unit, upcoming)
+                self._start(unit)
+        for unit in wanted:
+            if unit.state.current is ShardState.FETCHING:
+                self._finish(unit)
+
+    def prefetch(self, upcoming: Sequence[Unit]) -> None:
+        """Start fetches for what comes next, as far as the window reaches."""
+        self._fetcher.advance()
+        for position, unit in enumerate(upcoming):
+            if not unit.moving_parts or unit.state.current is not ShardState.AT_HOME:
+                continue
+            missing = self._taken_nbytes + unit.range_nbytes - self._window_nbytes
+            victims = choose_victims(self._idle(), upcoming, missing, sooner_than=position) if missing > 0 else []
+            if missing > 0 and not victims:
+                return
+            for victim in victims:
+                self._evict(victim)
+            self._start(unit)
+
+    def release(self, units: Iterable[Unit]) -> None:
+        """Undo one `require`. The units stay full until their memory is wanted."""
+        for unit in units:
+            if not unit.moving_parts:
+                continue
+            if self._in_use[unit] <= 0:
+                raise InternalError(f"unit {unit.name} was released more often than required")
+            self._in_use[unit] -= 1
+
+    def settle(self) -> None:
+        """Finish every fetch: afterwards none holds a staging slot."""
+        for unit in list(self._fetches):
+            self._finish(unit)
+
+    def send_home(self) -> None:
+        """Empty the window: what it holds will not be what the homes hold."""
+        self.settle()
+        for unit in list(self._full):
+            if self._in_use[unit]:
+                raise InternalError(f"unit {unit.name} is in use and cannot be sent home")
+            self._evict(unit)
+
+    def _idle(self) -> list[Unit]:
+        return [unit for unit in self._full if not self._in_use[unit]]
+
+    def _make_room(self, unit: Unit, upcoming: Sequence[Unit]) -> None:
+        missing = self._taken_nbytes + unit.range_nbytes - self._window_nbytes
+        if missing <= 0:
+            return
+        for other in [other for other in self._fetches if not self._in_use[other]]:
+            # A wrong guess: it must arrive before its memory can be used for something else.
+            self._finish(other)
+        victims = choose_victims(self._idle(), upcoming, missing)
+        if not victims:
+            used = ", ".join(other.name for other in self._in_use if self._in_use[other] and other is not unit)
+            raise BudgetError(
+                f"parameters in use: unit {unit.name} needs {format_bytes(unit.range_nbytes)}, the window holds"
+                f" {format_bytes(self._window_nbytes)}, and these units are in use at the same time: {used or 'none'}."
+                f" Raise device_memory (on a CPU: host_memory) by {missing} bytes, or cut the model into smaller units."
+            )
+        for victim in victims:
+            self._evict(victim)
+
+    def _start(self, unit: Unit) -> None:
+        unit.state.to(ShardState.FETCHING)
+        self._taken_nbytes += unit.range_nbytes
+        self._fetches[unit] = self._fetcher.start(unit, self._last_release)
+
+    def _finish(self, unit: Unit) -> None:
+        fetch = self._fetches.pop(unit)
+        try:
+            self._fetcher.finish(fetch)
+        except BaseException:
+            unit.state.to(ShardState.AT_HOME)
+            self._give_back(unit)
+            raise
+        unit.state.to(ShardState.STAGED)
+        unit.state.to(ShardState.GATHERING)
+        for part in unit.moving_parts:
+            if part.range is not None:
+                self._collectives.all_gather(part.range.tensor)
+        unit.state.to(ShardState.FULL)
+        self._full[unit] = None
+        for part in unit.moving_parts:
+            part.flat.show_full()
+
+    def _evict(self, unit: Unit) -> None:
+        del self._full[unit]
+        unit.state.to(ShardState.AT_HOME)
+        for part in unit.moving_parts:
+            part.flat.show_away()
+        self._give_back(unit)
+
+    def _give_back(self, unit: Unit) -> None:
+        self._last_release = self._accelerator.record(self._accelerator.compute)
+        self._taken_nbytes -= unit.range_nbytes
+        for part in unit.moving_parts:
+            if part.range is not None:
+                part.range.empty()

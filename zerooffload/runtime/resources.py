@@ -1,0 +1,136 @@
+"""What a run holds from the machine: budgets, tiers, rings, windows. Made from the plan, given back together."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from zerooffload.accelerator import Accelerator
+from zerooffload.aio import Engine
+from zerooffload.config import OffloadConfig, TierName
+from zerooffload.errors import ConfigError, InternalError
+from zerooffload.memory import Budget, Lease, available_host_bytes
+from zerooffload.planner.admission import AnnouncedPlan, Limits
+from zerooffload.planner.placement import NUM_GRADIENT_SLOTS, NUM_STAGING_SLOTS
+from zerooffload.telemetry import Recorder, TierUsage, Waits
+from zerooffload.tiers import NvmeTier, StagingRing, Tier, Transfers, device_tier, host_tier
+
+_DEFAULT_PART = 0.75
+"""Of what a tier has available, where the user names no bound: the rest is for activations and for others."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the pieces of a run share."""
+
+    accelerator: Accelerator
+    transfers: Transfers
+    waits: Waits
+    recorder: Recorder
+
+
+def limits_of(config: OffloadConfig, accelerator: Accelerator) -> Limits:
+    """The user's bounds; without one, three quarters of what is available now (of the nvme paths, all)."""
+    host = config.host_memory if config.host_memory is not None else int(_DEFAULT_PART * available_host_bytes())
+    device = config.device_memory
+    if device is None:
+        device = host if accelerator.shares_host_memory else int(_DEFAULT_PART * accelerator.available_bytes())
+    nvme = config.nvme_space
+    if nvme is None:
+        nvme = _free_space(config)
+    return Limits(device, host, nvme, accelerator.shares_host_memory)
+
+
+def _free_space(config: OffloadConfig) -> int:
+    free = {}
+    for path in config.nvme_paths:
+        if not path.is_dir():
+            raise ConfigError(f"nvme path {path} is not a folder: create it, or name one on the drive")
+        free[path.stat().st_dev] = shutil.disk_usage(path).free
+    return sum(free.values())
+
+
+class Resources:
+    """Budgets, tiers and rings of a run, leased exactly as announced.
+
+    Attributes
+    ----------
+    tiers : dict[TierName, Tier]
+        device, host, and nvme where something lives there.
+    ring, gradient_ring : StagingRing
+    """
+
+    def __init__(
+        self, plan: AnnouncedPlan, config: OffloadConfig, parts: Parts, open_engine: Callable[[], Engine]
+    ) -> None:
+        self._plan = plan
+        limits = plan.limits
+        host = Budget(TierName.HOST.value, limits.host_bytes)
+        device = Budget(TierName.DEVICE.value, limits.device_bytes, host if limits.device_shares_host else None)
+        nvme = Budget(TierName.NVME.value, limits.nvme_bytes)
+        self.budgets = {TierName.DEVICE: device, TierName.HOST: host, TierName.NVME: nvme}
+        self.tiers: dict[TierName, Tier] = {}
+        self._windows: list[Lease] = []
+        self._rings: list[StagingRing] = []
+        try:
+            self.tiers[TierName.DEVICE] = device_tier(device, parts.accelerator, parts.transfers)
+            self.tiers[TierName.HOST] = host_tier(host, parts.accelerator, parts.transfers)
+            if plan.planned_bytes(TierName.NVME):
+                self.tiers[TierName.NVME] = NvmeTier(config.nvme_paths, nvme, open_engine(), parts.recorder)
+            placement = plan.placement
+            self.ring = self._make_ring("staging ring", NUM_STAGING_SLOTS, placement.slot_nbytes, parts)
+            self.gradient_ring = self._make_ring(
+                "gradient staging", NUM_GRADIENT_SLOTS, placement.gradient_slot_nbytes, parts
+            )
+            for holder, nbytes in (
+                ("parameters in use", plan.window_nbytes),
+                ("gradient collection", plan.collection_nbytes),
+            ):
+                self._windows.append(device.lease(nbytes, holder))
+        except BaseException:
+            self.close()
+            raise
+
+    def _make_ring(self, holder: str, num_slots: int, slot_nbytes: int, parts: Parts) -> StagingRing:
+        ring = StagingRing(holder, num_slots, slot_nbytes, self.budgets[TierName.HOST], parts.accelerator)
+        self._rings.append(ring)
+        return ring
+
+    def reserve(self) -> None:
+        """Take the space of all blocks; then hold the run to its plan.
+
+        Raises
+        ------
+        TierIOError
+            If the space is not there.
+        """
+        for tier in self.tiers.values():
+            tier.reserve()
+        for name, budget in self.budgets.items():
+            planned = self._plan.planned_bytes(name)
+            if budget.leased_bytes != planned:
+                raise InternalError(f"{name.value}: {budget.leased_bytes} bytes leased, {planned} announced")
+
+    def usage(self) -> tuple[TierUsage, ...]:
+        """Each tier's budget, plan and leases."""
+        return tuple(
+            TierUsage(
+                name=name.value,
+                budget_bytes=budget.limit_bytes,
+                planned_bytes=self._plan.planned_bytes(name),
+                leased_bytes=budget.leased_bytes,
+                peak_bytes=budget.peak_bytes,
+            )
+            for name, budget in self.budgets.items()
+        )
+
+    def close(self) -> None:
+        """Give everything back; again is harmless."""
+        # Tiers first: closing an engine finishes what is in flight to the rings' memory.
+        for tier in reversed(self.tiers.values()):
+            tier.close()
+        for ring in self._rings:
+            ring.close()
+        for lease in self._windows:
+            lease.release()

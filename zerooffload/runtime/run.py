@@ -1,0 +1,231 @@
+"""A run: everything of one offloaded model, from `offload` to `close`."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from zerooffload.errors import ConfigError
+from zerooffload.optim.kernels import Kernels
+from zerooffload.optim.scalars import AdamWSettings
+from zerooffload.optim.stream import StreamedUpdate
+from zerooffload.planner.admission import AnnouncedPlan
+from zerooffload.runtime.clipping import Chosen, clip_factor, scale, total_norm
+from zerooffload.runtime.fetch import Fetcher
+from zerooffload.runtime.gradients import GradientPath, trainable
+from zerooffload.runtime.hook_points import HookPoint
+from zerooffload.runtime.landing import Landing
+from zerooffload.runtime.param_access import ParamAccess
+from zerooffload.runtime.residency import Residency
+from zerooffload.runtime.resources import Parts, Resources
+from zerooffload.runtime.schedule import Schedule
+from zerooffload.runtime.update import PlannedUpdate
+from zerooffload.sharding.collectives import SingleRank
+from zerooffload.sharding.registry import forget, residence_of
+from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
+from zerooffload.telemetry import StepReport, Wait, Work, process_peak_bytes
+from zerooffload.telemetry.recorder import CountingRecorder
+from zerooffload.tiers import Space
+
+
+class Run:
+    """Joins the parts; implements `OptimizerRun` for the optimizer.
+
+    Parameters
+    ----------
+    kernels : tuple[Kernels, Kernels]
+        For host memory, and for the device's.
+    """
+
+    def __init__(
+        self,
+        *,
+        units: Sequence[Unit],
+        points: Sequence[HookPoint],
+        plan: AnnouncedPlan,
+        resources: Resources,
+        parts: Parts,
+        kernels: tuple[Kernels, Kernels],
+        baseline_bytes: int,
+    ) -> None:
+        self.units = tuple(units)
+        self.plan = plan
+        self._points = tuple(points)
+        self._resources = resources
+        self._parts = parts
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._handles: list[RemovableHandle] = []
+        self._at_close: list[Callable[[], None]] = []
+        fetcher = Fetcher(parts.accelerator, parts.transfers, resources.ring, parts.waits)
+        self._residency = Residency(plan.window_nbytes, fetcher, SingleRank(), parts.accelerator)
+        self._landing = Landing(
+            shares_host_memory=parts.accelerator.shares_host_memory,
+            host_kernels=kernels[0],
+            device_kernels=kernels[1],
+            ring=resources.gradient_ring,
+            transfers=parts.transfers,
+            waits=parts.waits,
+            recorder=parts.recorder,
+        )
+        self._gradients = GradientPath(plan.collection_nbytes, self._landing, parts.waits, parts.recorder)
+        self._schedule = Schedule(self._points, self._residency, self._gradients, self._check_usable)
+        by_space = {Space.HOST: kernels[0], Space.DEVICE: kernels[1]}
+        self._stream = StreamedUpdate(by_space, resources.ring, parts.waits, parts.recorder)
+        self.access = ParamAccess(self._residency, self._gradients, resources, parts)
+        self._baseline_bytes = baseline_bytes
+        self._num_steps = 0
+        self._step_began = time.perf_counter()
+        self._report: StepReport | None = None
+        # Also at a normal exit and when the run is collected; must not hold the run itself.
+        self._release = weakref.finalize(self, resources.close)
+
+    def install(self) -> None:
+        """Put all hooks in place."""
+        for point in self._points:
+            handles = point.install(self._schedule)
+            if not any(unit.moving_parts for unit in self.units):
+                # Else the hooks stay after the end, and raise: the values that moved are gone.
+                self._handles += handles
+        for unit in self.units:
+            for part, training in trainable(unit):
+                for index, param in enumerate(part.flat.params):
+                    self._handles.append(self._hook_gradient(unit, part, training, index, param))
+
+    def _hook_gradient(
+        self, unit: Unit, part: UnitFlat, training: TrainingStates, index: int, param: nn.Parameter
+    ) -> RemovableHandle:
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(
+            lambda _: self._schedule.gradient_arrived(unit, part, training, index)
+        )
+        return handle
+
+    def update(self, settings_of: Callable[[nn.Parameter, int, float], AdamWSettings | None]) -> None:
+        """See `OptimizerRun`."""
+        self._check_usable()
+        planned = PlannedUpdate(self.units, settings_of)
+        try:
+            self._residency.send_home()
+            self._gradients.drain()
+            self._stream.run(planned.chunks())
+        except BaseException as error:
+            # Some chunks are a step ahead of others: the numbers are nobody's any more.
+            self._failure = error
+            raise
+        accelerator = self._parts.accelerator
+        copied = accelerator.record(accelerator.copy_in)
+        self._parts.waits.order(Wait.STATE_COPY, accelerator.compute, copied)
+        planned.finished()
+        self._num_steps += 1
+        self._make_report()
+
+    def clip_grad_norm(
+        self, params: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """See `zo.clip_grad_norm_`."""
+        self._check_usable()
+        chosen = self._choose(params)
+        self._gradients.drain()
+        with self._parts.recorder.working(Work.GRADIENT_NORM):
+            norm = total_norm(chosen, norm_type, self._landing.square_sums, self.access.read_gradient)
+        result = torch.tensor(norm, dtype=torch.float32, device=self._parts.accelerator.device)
+        if error_if_nonfinite and not bool(result.isfinite()):
+            raise RuntimeError(
+                f"the total norm of order {norm_type} is {norm}, so gradients cannot be clipped; pass"
+                " error_if_nonfinite=False to go on regardless"
+            )
+        scale(chosen, clip_factor(norm, max_norm))
+        return result
+
+    def discard_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """See `OptimizerRun`."""
+        for param in params:
+            residence = residence_of(param)
+            if residence is not None:
+                self._gradients.discard(residence.part, residence.slot_index)
+
+    def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
+        """See `OptimizerRun`."""
+        self._check_usable()
+        return self.access.read_optimizer_state(param)
+
+    def write_optimizer_state(self, param: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
+        """See `OptimizerRun`."""
+        self._check_usable()
+        self.access.write_optimizer_state(param, state)
+
+    def report(self) -> StepReport:
+        """See `zo.step_report`."""
+        if self._report is None:
+            raise ConfigError("no optimizer.step() has finished yet: there is nothing to report")
+        return self._report
+
+    def close(self) -> None:
+        """Give everything back; again is harmless. Parameters that moved are not usable afterwards."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for action in self._at_close:
+            action()
+        for unit in self.units:
+            forget(unit)
+            for param in unit.parameters():
+                param.grad = None
+        self._release()
+
+    def at_close(self, action: Callable[[], None]) -> None:
+        """Let `action` run when the run ends."""
+        self._at_close.append(action)
+
+    def keep_hook(self, handle: RemovableHandle) -> None:
+        """Remove a hook when the run ends."""
+        self._handles.append(handle)
+
+    def _choose(self, params: Iterable[torch.Tensor]) -> list[Chosen]:
+        indices: dict[UnitFlat, list[int]] = {}
+        for param in params:
+            residence = residence_of(param)
+            if residence is None or residence.run is not self:
+                raise ConfigError(
+                    f"zo.clip_grad_norm_ got a parameter of shape {tuple(param.shape)} that is not this model's"
+                )
+            if residence.part.training is not None:
+                indices.setdefault(residence.part, []).append(residence.slot_index)
+        return [
+            Chosen(part, part.training, tuple(dict.fromkeys(chosen)))
+            for part, chosen in indices.items()
+            if part.training is not None
+        ]
+
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise ConfigError("the run was ended by zo.close(model): its states are gone")
+        if self._failure is not None:
+            raise ConfigError(
+                f"the run cannot go on: an update ended half-way ({type(self._failure).__name__}: {self._failure});"
+                " start again"
+            ) from self._failure
+
+    def _make_report(self) -> None:
+        now = time.perf_counter()
+        recorder = self._parts.recorder
+        moved, waits, work = recorder.take() if isinstance(recorder, CountingRecorder) else ({}, {}, {})
+        self._report = StepReport(
+            step=self._num_steps,
+            seconds=now - self._step_began,
+            bytes_moved=moved,
+            waits=waits,
+            work=work,
+            tiers=self._resources.usage(),
+            baseline_bytes=self._baseline_bytes,
+            process_peak_bytes=process_peak_bytes(),
+        )
+        self._step_began = now

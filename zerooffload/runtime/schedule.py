@@ -1,0 +1,138 @@
+"""What happens at each moment of a step: who must be full, what is fetched ahead, when gradients are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zerooffload.runtime.access_order import AccessOrder, Pass
+from zerooffload.runtime.gradients import GradientPath
+from zerooffload.runtime.hook_points import HookPoint, at_end_of_backward, in_backward
+from zerooffload.runtime.residency import Residency
+from zerooffload.sharding.state import Phase
+from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
+
+
+class Schedule:
+    """The moments of a run's hook points; see `Moments`.
+
+    Parameters
+    ----------
+    points : Sequence[HookPoint]
+        In the order of the model, the root last.
+    check : callable
+        Raises if the run can no longer be used.
+    """
+
+    def __init__(
+        self,
+        points: Sequence[HookPoint],
+        residency: Residency,
+        gradients: GradientPath,
+        check: Callable[[], None],
+    ) -> None:
+        self._points = {point.name: point for point in points}
+        self._root = points[-1]
+        self._residency = residency
+        self._gradients = gradients
+        self._check = check
+        self._order = AccessOrder([point.name for point in points])
+        self._backward_is_open = False
+        self._awaited: dict[int, int] = {}
+
+    def pre_forward(self, point: HookPoint) -> None:
+        """Make the point's units full and fetch ahead."""
+        self._check()
+        nested_in_backward = in_backward()
+        if not nested_in_backward:
+            self._recover_from_aborted_backward()
+            if point is self._root or self._order.current is None:
+                self._order.begin(Pass.TRAIN_FORWARD if torch.is_grad_enabled() else Pass.EVALUATION)
+        point.num_forward_calls += 1
+        if point.phase.current is Phase.IDLE:
+            point.phase.to(Phase.FORWARD)
+        self._use(point)
+
+    def post_forward(self, point: HookPoint) -> None:
+        """Its units may go."""
+        if not point.num_forward_calls:
+            # Its pre-forward raised: nothing was taken.
+            return
+        point.num_forward_calls -= 1
+        self._residency.release(point.units)
+        if point.phase.current is Phase.FORWARD and not point.num_forward_calls:
+            point.phase.to(Phase.IDLE)
+        if point is self._root and not in_backward():
+            self._order.end()
+
+    def pre_backward(self, point: HookPoint) -> None:
+        """Make the point's units full, and their gradients fit to be accumulated into."""
+        self._check()
+        self._open_backward()
+        point.num_backward_calls += 1
+        if point.phase.current is not Phase.PRE_BACKWARD:
+            point.phase.to(Phase.PRE_BACKWARD)
+        for unit in point.units:
+            self._gradients.begin(unit)
+            self._await_gradients(unit)
+        self._use(point)
+
+    def post_backward(self, point: HookPoint) -> None:
+        """One call of the point needs its parameters no more."""
+        if not point.num_backward_calls:
+            return
+        point.num_backward_calls -= 1
+        self._residency.release(point.units)
+        if not point.num_backward_calls:
+            point.phase.to(Phase.POST_BACKWARD)
+
+    def gradient_arrived(self, unit: Unit, part: UnitFlat, training: TrainingStates, index: int) -> None:
+        """Autograd has finished a parameter's gradient."""
+        self._open_backward()
+        self._gradients.begin(unit)
+        self._gradients.arrived(part, training, index)
+        left = self._awaited.get(id(unit), 0) - 1
+        self._awaited[id(unit)] = left
+        if left == 0:
+            for point in self._points.values():
+                if point.units == (unit,) and point.ends_with_its_gradients and point.num_backward_calls == 1:
+                    self.post_backward(point)
+
+    def end_backward(self) -> None:
+        """The backward is over: nothing is read any more, all gradients have come."""
+        self._close_backward()
+        self._gradients.end_backward()
+        self._order.end()
+
+    def _use(self, point: HookPoint) -> None:
+        self._order.use(point.name)
+        upcoming = [unit for name in self._order.upcoming() for unit in self._points[name].units]
+        self._residency.require(point.units, upcoming)
+        self._residency.prefetch(upcoming)
+
+    def _await_gradients(self, unit: Unit) -> None:
+        if id(unit) not in self._awaited:
+            self._awaited[id(unit)] = sum(len(part.flat.params) for part in unit.parts if part.training is not None)
+
+    def _open_backward(self) -> None:
+        if self._backward_is_open:
+            return
+        self._backward_is_open = True
+        self._order.begin(Pass.BACKWARD)
+        at_end_of_backward(self.end_backward)
+
+    def _close_backward(self) -> None:
+        self._backward_is_open = False
+        self._awaited.clear()
+        for point in self._points.values():
+            while point.num_backward_calls:
+                self.post_backward(point)
+            if point.phase.current is Phase.POST_BACKWARD:
+                point.phase.to(Phase.IDLE)
+
+    def _recover_from_aborted_backward(self) -> None:
+        """A backward that raised never said that it was over."""
+        if self._backward_is_open:
+            self._close_backward()
+            self._gradients.end_backward()
