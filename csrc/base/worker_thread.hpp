@@ -1,0 +1,35 @@
+#pragma once
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <thread>
+#include <utility>
+
+namespace zerooffload {
+
+// Starts a thread that receives no signals: those belong to the main thread, where Python's handlers run, and
+// a worker that were interrupted would only see needless EINTRs. `name` is at most 15 characters (the
+// kernel's limit).
+template <typename Body>
+std::thread start_worker(const char* name, Body&& body) {
+  struct BlockedSignals {
+    sigset_t previous;
+    BlockedSignals() {
+      sigset_t all;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &previous);
+    }
+    ~BlockedSignals() { pthread_sigmask(SIG_SETMASK, &previous, nullptr); }
+  } const blocked;  // a new thread inherits the mask of its creator
+
+  std::thread worker(std::forward<Body>(body));
+#if defined(__linux__)
+  pthread_setname_np(worker.native_handle(), name);
+#else
+  static_cast<void>(name);
+#endif
+  return worker;
+}
+
+}  // namespace zerooffload
