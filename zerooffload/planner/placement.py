@@ -231,11 +231,13 @@ def _ranges(unit: UnitPlacement, reach: Reach, wanted: Callable[[FlatPlacement],
 
 
 def _window_need(units: Sequence[UnitPlacement], nbytes_of: dict[str, int]) -> WindowNeed:
-    """The root's units are in use all the time, beside those of one other hook point."""
-    always = set(units[-1].needs) | {units[-1].name}
-    others = [set(unit.needs) - always for unit in units[:-1]]
-    largest = max((sum(nbytes_of[name] for name in needs) for needs in others), default=0)
-    return WindowNeed(sum(nbytes_of[name] for name in always) + largest, sum(nbytes_of.values()))
+    """At any time the units of one hook point are in use, and those of the points around it, the root's always."""
+    least = 0
+    for point in units:
+        around = [unit for unit in units if unit is units[-1] or f"{point.name}.".startswith(f"{unit.name}.")]
+        used = {name for unit in around for name in unit.needs}
+        least = max(least, sum(nbytes_of[name] for name in used))
+    return WindowNeed(least, sum(nbytes_of.values()))
 
 
 def _slot_nbytes(flat: FlatPlacement, reach: Reach) -> int:

@@ -74,13 +74,38 @@ class HookPoint:
         inputs = self._inputs.pop() if self._inputs else []
         recomputing = self.phase.current is not Phase.FORWARD
         moments.post_forward(self)
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if recomputing or not outputs or not torch.is_grad_enabled():
+        if recomputing or not torch.is_grad_enabled():
             return
-        torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: moments.pre_backward(self), mode="any")
+        call = _Call(self, moments, len(inputs))
         self.ends_with_its_gradients = not inputs
-        if inputs:
-            torch.autograd.graph.register_multi_grad_hook(inputs, lambda _: moments.post_backward(self), mode="all")
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(call.output_gradient)
+        for view in inputs:
+            view.register_hook(call.input_gradient)
+
+
+class _Call:
+    """One call of a hook point, for its backward. Holds nothing of autograd's graph, which holds it."""
+
+    def __init__(self, point: HookPoint, moments: Moments, num_inputs: int) -> None:
+        self._point = point
+        self._moments = moments
+        self._num_inputs = num_inputs
+        self._backward = -1
+        self._inputs_left = 0
+
+    def output_gradient(self, _: torch.Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            self._backward = backward
+            self._inputs_left = self._num_inputs
+            self._moments.pre_backward(self._point)
+
+    def input_gradient(self, _: torch.Tensor) -> None:
+        self._inputs_left -= 1
+        if not self._inputs_left:
+            self._moments.post_backward(self._point)
 
 
 def own_views_of_inputs(args: Any, kwargs: Any) -> tuple[Any, Any, list[torch.Tensor]]:

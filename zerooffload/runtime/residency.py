@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from zerooffload.accelerator import Accelerator
-from zerooffload.errors import BudgetError, InternalError
+from zerooffload.errors import BudgetError, ConfigError, InternalError
 from zerooffload.formats import format_bytes
 from zerooffload.runtime.fetch import Fetch, Fetcher
 from zerooffload.sharding.collectives import Collectives
@@ -117,7 +117,10 @@ class Residency:
         self.settle()
         for unit in list(self._full):
             if self._in_use[unit]:
-                raise InternalError(f"unit {unit.name} is in use and cannot be sent home")
+                raise ConfigError(
+                    f"unit {unit.name} is in use: call optimizer.step() outside of the model's forward and of"
+                    " zo.full_params"
+                )
             self._evict(unit)
 
     def _idle(self) -> list[Unit]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerooffload.errors import ConfigError
+from zerooffload.errors import ConfigError, InternalError
 from zerooffload.optim.kernels import Kernels
 from zerooffload.optim.scalars import AdamWSettings
 from zerooffload.optim.stream import StreamedUpdate
@@ -83,7 +84,7 @@ class Run:
         self._step_began = time.perf_counter()
         self._report: StepReport | None = None
         # Also at a normal exit and when the run is collected; must not hold the run itself.
-        self._release = weakref.finalize(self, resources.close)
+        self._release = weakref.finalize(self, _close_by_owner, resources, os.getpid())
 
     def install(self) -> None:
         """Put all hooks in place."""
@@ -100,17 +101,27 @@ class Run:
     def _hook_gradient(
         self, unit: Unit, part: UnitFlat, training: TrainingStates, index: int, param: nn.Parameter
     ) -> RemovableHandle:
-        handle: RemovableHandle = param.register_post_accumulate_grad_hook(
-            lambda _: self._schedule.gradient_arrived(unit, part, training, index)
-        )
+        # Autograd keeps these hooks where the garbage collector does not look: one that held the run, which holds the
+        # parameter, would keep both for ever.
+        run, its_unit = weakref.ref(self), weakref.ref(unit)
+        its_part, its_training = weakref.ref(part), weakref.ref(training)
+
+        def arrived(_: torch.Tensor) -> None:
+            owner, of_unit, of_part, of_training = run(), its_unit(), its_part(), its_training()
+            if owner is None or of_unit is None or of_part is None or of_training is None:
+                raise InternalError("a gradient arrived for a run that is gone")
+            owner._schedule.gradient_arrived(of_unit, of_part, of_training, index)
+
+        handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrived)
         return handle
 
     def update(self, settings_of: Callable[[nn.Parameter, int, float], AdamWSettings | None]) -> None:
         """See `OptimizerRun`."""
         self._check_usable()
+        self._schedule.recover()
         planned = PlannedUpdate(self.units, settings_of)
+        self._residency.send_home()
         try:
-            self._residency.send_home()
             self._gradients.drain()
             self._stream.run(planned.chunks())
         except BaseException as error:
@@ -129,6 +140,7 @@ class Run:
     ) -> torch.Tensor:
         """See `zo.clip_grad_norm_`."""
         self._check_usable()
+        self._schedule.recover()
         chosen = self._choose(params)
         self._gradients.drain()
         with self._parts.recorder.working(Work.GRADIENT_NORM):
@@ -229,3 +241,9 @@ class Run:
             process_peak_bytes=process_peak_bytes(),
         )
         self._step_began = now
+
+
+def _close_by_owner(resources: Resources, owner_pid: int) -> None:
+    """Give resources back, unless this is a forked child: the files and the engine's threads are its parent's."""
+    if os.getpid() == owner_pid:
+        resources.close()

@@ -46,7 +46,7 @@ class Schedule:
         self._check()
         nested_in_backward = in_backward()
         if not nested_in_backward:
-            self._recover_from_aborted_backward()
+            self.recover()
             if point is self._root or self._order.current is None:
                 self._order.begin(Pass.TRAIN_FORWARD if torch.is_grad_enabled() else Pass.EVALUATION)
         point.num_forward_calls += 1
@@ -131,8 +131,8 @@ class Schedule:
             if point.phase.current is Phase.POST_BACKWARD:
                 point.phase.to(Phase.IDLE)
 
-    def _recover_from_aborted_backward(self) -> None:
-        """A backward that raised never said that it was over."""
-        if self._backward_is_open:
+    def recover(self) -> None:
+        """Close a backward that raised, and so never said that it was over."""
+        if self._backward_is_open and not in_backward():
             self._close_backward()
             self._gradients.end_backward()
