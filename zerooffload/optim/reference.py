@@ -36,8 +36,8 @@ def adamw_step(
 def _rounded_sqrt(value: torch.Tensor) -> torch.Tensor:
     """The correctly rounded square root of fp32 values.
 
-    torch's own is off by one unit for a part of the values on some CPUs. A double has more than twice the digits and two
-    more, so rounding its root again is right (Figueroa, "When is double rounding innocuous?", SIGNUM 1995).
+    torch's own is off by one unit for a part of the values on some CPUs. A double has more than twice the digits and
+    two more, so rounding its root again is right (Figueroa, "When is double rounding innocuous?", SIGNUM 1995).
     """
     return value.double().sqrt_().float()
 
