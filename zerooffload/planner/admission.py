@@ -108,7 +108,8 @@ def _claim(holder: str, nbytes: int) -> tuple[Claim, ...]:
 
 
 def _first_misfit(claims: tuple[Claim, ...], limits: Limits) -> _Misfit | None:
-    for tier in TierName:
+    # Host first: where it holds the device's bytes too, its need is the whole need.
+    for tier in (TierName.HOST, TierName.DEVICE, TierName.NVME):
         need = _total(claims, tier, limits)
         if need > limits.of(tier):
             return _Misfit(tier, need, claims)
