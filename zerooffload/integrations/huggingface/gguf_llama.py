@@ -1,0 +1,190 @@
+"""A Hugging Face folder from the GGUF file of a Llama: configuration, byte-level BPE tokenizer, bf16 weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from zerooffload.errors import ConfigError
+
+if TYPE_CHECKING:
+    import gguf
+    from tokenizers import Tokenizer
+
+_CONTROL_TOKEN = 3
+"""GGUF's token type of special tokens."""
+
+_TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_IN_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def convert_llama(gguf_file: Path, folder: Path) -> None:
+    """Write config.json, tokenizer files and model.safetensors into `folder`, which exists.
+
+    Raises
+    ------
+    ConfigError
+        If the file is not a Llama with a byte-level BPE tokenizer that this knows.
+    """
+    reader = _open(gguf_file)
+    fields: dict[str, Any] = dict(reader.fields)
+    if _value(fields, "general.architecture") != "llama":
+        raise ConfigError(f"{gguf_file}: expected a Llama, got {_value(fields, 'general.architecture')!r}")
+    config = llama_config(fields, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
+    _write_json(folder / "config.json", config)
+    build_tokenizer(fields).save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", tokenizer_config(fields))
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    weights = dict(_convert(tensor, heads) for tensor in reader.tensors)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def llama_config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
+    """The config.json of the model that the metadata describes."""
+
+    def get(name: str) -> Any:
+        return _value(fields, f"llama.{name}")
+
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": get("embedding_length"),
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": get("attention.head_count"),
+        "num_key_value_heads": get("attention.head_count_kv"),
+        "max_position_embeddings": get("context_length"),
+        "vocab_size": get("vocab_size"),
+        # GGUF holds a float32, and 1e-05 was meant.
+        "rms_norm_eps": float(str(np.float32(get("attention.layer_norm_rms_epsilon")))),
+        "rope_theta": get("rope.freq_base"),
+        "tie_word_embeddings": tied,
+        "bos_token_id": _value(fields, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _value(fields, "tokenizer.ggml.eos_token_id"),
+        "pad_token_id": _value(fields, "tokenizer.ggml.padding_token_id"),
+        "torch_dtype": "bfloat16",
+    }
+
+
+def build_tokenizer(fields: dict[str, Any]) -> Tokenizer:
+    """GPT-2's byte-level BPE over the file's tokens and merges, digits split one by one (GGUF's "smollm").
+
+    Raises
+    ------
+    ConfigError
+        If the metadata names another model or pre-tokenizer.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415 - an extra
+
+    kind = (_value(fields, "tokenizer.ggml.model"), _value(fields, "tokenizer.ggml.pre"))
+    if kind != ("gpt2", "smollm"):
+        raise ConfigError(f"expected a tokenizer of model and pre-tokenizer ('gpt2', 'smollm'), got {kind}")
+    tokens: list[str] = _value(fields, "tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in _value(fields, "tokenizer.ggml.merges")]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    types: list[int] = _value(fields, "tokenizer.ggml.token_type")
+    special = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return tokenizer
+
+
+def tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
+    """The tokenizer_config.json that goes with `build_tokenizer`."""
+    tokens: list[str] = _value(fields, "tokenizer.ggml.tokens")
+
+    def token(name: str) -> str:
+        index: int = _value(fields, f"tokenizer.ggml.{name}_token_id")
+        return tokens[index]
+
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": token("bos"),
+        "eos_token": token("eos"),
+        "unk_token": token("unknown"),
+        "pad_token": token("padding"),
+        "model_max_length": _value(fields, "llama.context_length"),
+        "clean_up_tokenization_spaces": False,
+        "chat_template": _value(fields, "tokenizer.chat_template"),
+    }
+
+
+def undo_row_permutation(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
+    """Rows of q or k as Hugging Face orders them.
+
+    GGUF interleaves the halves that rotary embedding pairs: rows of a head are in `[head_dim/2, 2]` order there and in
+    `[2, head_dim/2]` order here.
+    """
+    rows, columns = weight.shape
+    return weight.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def hub_name(gguf_name: str) -> str:
+    """The Hugging Face name of a tensor.
+
+    Raises
+    ------
+    ConfigError
+        If a Llama has no such tensor.
+    """
+    parts = gguf_name.removesuffix(".weight").split(".")
+    if len(parts) == 1 and parts[0] in _TOP_LEVEL:
+        return f"{_TOP_LEVEL[parts[0]]}.weight"
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _IN_BLOCK:
+        return f"model.layers.{parts[1]}.{_IN_BLOCK[parts[2]]}.weight"
+    raise ConfigError(f"the GGUF file holds a tensor that a Llama does not have: {gguf_name}")
+
+
+def _convert(tensor: gguf.ReaderTensor, heads: dict[str, int]) -> tuple[str, torch.Tensor]:
+    from gguf.quants import dequantize  # noqa: PLC0415 - an extra
+
+    # A copy: float32 tensors come as read-only views of the file.
+    weight = np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)
+    for part, num_heads in heads.items():
+        if f".{part}." in tensor.name:
+            weight = np.ascontiguousarray(undo_row_permutation(weight, num_heads))
+    return hub_name(tensor.name), torch.from_numpy(weight).to(torch.bfloat16)
+
+
+def _open(gguf_file: Path) -> gguf.GGUFReader:
+    try:
+        import gguf  # noqa: PLC0415 - an extra
+    except ModuleNotFoundError:
+        raise ConfigError("converting a GGUF file needs gguf: pip install 'zerooffload[hf]'") from None
+    try:
+        return gguf.GGUFReader(gguf_file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{gguf_file} is not a readable GGUF file: {error}") from error
+
+
+def _value(fields: dict[str, Any], name: str) -> Any:
+    if name not in fields:
+        raise ConfigError(f"the GGUF file lacks {name}")
+    return fields[name].contents()
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,192 @@
+"""Causal language models: from a folder, from the hub, or from a configuration with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerooffload.errors import ConfigError
+from zerooffload.integrations.huggingface.safetensors_folder import read_weights
+
+_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """What to build.
+
+    Attributes
+    ----------
+    name : str, optional
+        A model folder, or a name on the hub.
+    config : Mapping[str, Any] or pathlib.Path, optional
+        The fields of a config.json, or the file: weights are random then.
+    seed : int
+        For random weights.
+    dtype : torch.dtype, optional
+        That the model computes in. Loaded weights keep their own until they are offloaded.
+    gradient_checkpointing : bool
+        Recompute each block's activations in backward.
+    trust_remote_code : bool
+        Run Python code that comes with the model.
+    """
+
+    name: str | None = None
+    config: Mapping[str, Any] | Path | None = None
+    seed: int = 0
+    dtype: torch.dtype | None = None
+    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False
+
+
+def resolve_folder(name: str, *, trust_remote_code: bool = False) -> Path:
+    """The folder of a model that is given as a folder or as a name on the hub; downloads what is missing.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such folder, and no such model can be fetched.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ConfigError(f"model folder {folder} does not exist")
+    patterns = [*_HUB_FILES, "*.py"] if trust_remote_code else _HUB_FILES
+    with transformers_errors(f"model {name!r} is no folder here, and could not be had from the hub"):
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - an extra
+
+        return Path(snapshot_download(name, allow_patterns=patterns))
+
+
+def model_config(source: ModelSource) -> Any:
+    """The transformers configuration of the model.
+
+    Raises
+    ------
+    ConfigError
+        If transformers is missing, or knows no such model.
+    """
+    with transformers_errors("the model's configuration cannot be used"):
+        from transformers import AutoConfig  # noqa: PLC0415 - an extra
+
+        if source.name is not None:
+            folder = resolve_folder(source.name, trust_remote_code=source.trust_remote_code)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
+        elif isinstance(source.config, Path):
+            config = AutoConfig.from_pretrained(source.config.expanduser())
+        else:
+            fields = dict(source.config or {})
+            config = AutoConfig.for_model(fields.pop("model_type", "(missing model_type)"), **fields)
+    # Training reads no cache, and one that is filled holds every block's keys and values.
+    config.use_cache = False
+    return config
+
+
+def build_model(source: ModelSource, config: Any = None) -> nn.Module:
+    """The model with random weights, under whatever device or mode is active. Consumes random numbers."""
+    config = config if config is not None else model_config(source)
+    with transformers_errors("the model cannot be built"):
+        from transformers import AutoModelForCausalLM  # noqa: PLC0415 - an extra
+
+        dtype = source.dtype or _dtype_in(config)
+        trust = {"trust_remote_code": True} if source.trust_remote_code else {}
+        # Not annotated there.
+        auto: Any = AutoModelForCausalLM
+        model: nn.Module = auto.from_config(config, dtype=dtype, **trust)
+    return _for_training(model, source)
+
+
+def load_model(source: ModelSource, config: Any = None) -> nn.Module:
+    """The model on the CPU, its weights in memory once: those of its folder in their own dtype, or seeded random ones.
+
+    Raises
+    ------
+    ConfigError
+        If the model cannot be built, or the folder lacks weights.
+    CheckpointError
+        If the folder's weights cannot be read.
+    """
+    config = config if config is not None else model_config(source)
+    if source.name is None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(source.seed)
+            return build_model(source, config)
+    weights = read_weights(resolve_folder(source.name))
+    with transformers_errors(f"the weights of {source.name} do not fit the model"):
+        with torch.device("meta"):
+            kind: Any = type(build_model(source, config))
+        # The tensors read above become the model's own.
+        with _no_progress_bar():
+            model, info = kind.from_pretrained(
+                None, config=config, state_dict=weights, dtype=_dtype_of(weights), output_loading_info=True
+            )
+    _check_complete(source.name, info)
+    return _for_training(model, source)
+
+
+def _for_training(model: nn.Module, source: ModelSource) -> nn.Module:
+    if source.gradient_checkpointing:
+        # transformers 5 renamed it, and warns about the old name.
+        old: Any = getattr(model, "gradient_checkpointing_enable", None)
+        enable: Any = getattr(model, "activation_checkpointing_enable", old)
+        enable({"use_reentrant": False})
+    return model.train()
+
+
+def _dtype_in(config: Any) -> torch.dtype:
+    dtype = getattr(config, "dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def _dtype_of(weights: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The dtype that most floating-point bytes have."""
+    nbytes: dict[torch.dtype, int] = {}
+    for tensor in weights.values():
+        if tensor.is_floating_point():
+            nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
+    return max(nbytes, key=lambda dtype: nbytes[dtype], default=torch.float32)
+
+
+def _check_complete(name: str, info: Mapping[str, Any]) -> None:
+    missing, wrong = sorted(info["missing_keys"]), sorted(str(key) for key in info["mismatched_keys"])
+    if missing or wrong:
+        shown = ", ".join((missing + wrong)[:5])
+        raise ConfigError(
+            f"{name}: {len(missing)} weights are missing and {len(wrong)} have another shape ({shown}): an untrained"
+            " weight would train without a word"
+        )
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    logging: Any = import_module("transformers.utils.logging")
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def transformers_errors(what: str) -> Iterator[None]:
+    """What the libraries raise, as one error of ours; their own is the cause."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name in ("transformers", "tokenizers", "huggingface_hub"):
+            raise ConfigError("this needs transformers: pip install 'zerooffload[hf]'") from None
+        raise ConfigError(f"{what}: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+        raise ConfigError(f"{what}: {error}") from error
