@@ -1,0 +1,105 @@
+"""`zerooffload`: its commands, and how errors reach the user."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import click
+import typer
+
+from zerooffload import __version__
+from zerooffload.errors import InternalError, ZeroOffloadError
+
+EXIT_FOUND_PROBLEM = 1
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="zerooffload",
+    help="Train PyTorch models whose states do not fit in memory.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_debug = False
+"""--debug: show tracebacks. Set by the callback, read by `main`, both once in a process."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command line (the process's own by default) and exit: 0, 2 for a user's error, 130 for Ctrl-C."""
+    logging.basicConfig(format="zerooffload: %(message)s", level=logging.WARNING)
+    sys.exit(_run(arguments))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    try:
+        code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
+    except click.exceptions.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        print("interrupted: ended cleanly, nothing of the run is left on the nvme tier", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except InternalError:
+        raise
+    except ZeroOffloadError as error:
+        if _debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    return code if isinstance(code, int) else 0
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it
+    if wanted:
+        print(f"zerooffload {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    version: Annotated[  # noqa: ARG001 - the callback does it
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    global _debug  # noqa: PLW0603 - see there
+    _debug = debug
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="FILE.toml")],
+    *,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a setting; may be given several times."),
+    ] = None,
+    report: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the run's account there.")] = None,
+) -> None:
+    """Fine-tune a causal language model as a recipe says."""
+    from zerooffload.cli.train import train_by_recipe  # noqa: PLC0415 - imports torch
+
+    train_by_recipe(recipe, set_ or [], report)
+
+
+@app.command()
+def doctor(
+    *,
+    path: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="A folder for the nvme tier; may be given several times."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Tell what this machine offers, what is in use and why, and what to do about it."""
+    from zerooffload.cli.doctor import print_findings  # noqa: PLC0415 - imports torch
+
+    if print_findings(path or [], as_json=json):
+        raise typer.Exit(EXIT_FOUND_PROBLEM)

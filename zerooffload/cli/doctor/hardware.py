@@ -1,0 +1,119 @@
+"""Findings about cores, memory and GPUs."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from zerooffload.cli.doctor.finding import Finding, Verdict
+from zerooffload.formats import GIB, MIB, format_bytes
+from zerooffload.memory import cgroup_limit_bytes
+from zerooffload.optim.kernels import usable_cores
+
+_LITTLE_MEMORY_BYTES = 2 * GIB
+_LITTLE_MEMLOCK_BYTES = 64 * MIB
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_CPU_QUOTA_V2 = Path("/sys/fs/cgroup/cpu.max")
+_CPU_QUOTA_V1 = (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us"))
+
+
+def hardware_findings() -> Iterator[Finding]:
+    """Cores, threads, memory and its limits, GPUs."""
+    yield _cores()
+    yield _threads()
+    yield _memory()
+    yield _memory_cgroup()
+    yield _memlock()
+    yield _huge_pages()
+    yield _gpu()
+
+
+def _cores() -> Finding:
+    machine = os.cpu_count() or 1
+    usable, quota = usable_cores(), cpu_quota()
+    value = f"{usable} usable of {machine} logical ({psutil.cpu_count(logical=False) or '?'} physical)"
+    if quota is not None and quota < usable:
+        advice = "the kernel pool takes the usable cores: set [offload] threads to the quota"
+        return Finding("cores", f"{value}, CPU quota {quota:g}", Verdict.NOTE, advice)
+    return Finding("cores", value)
+
+
+def cpu_quota() -> float | None:
+    """Cores' worth of time that the process's cgroup allows, or None without a limit."""
+    texts = _words(_CPU_QUOTA_V2) or [word for path in _CPU_QUOTA_V1 for word in _words(path)]
+    if len(texts) == 2 and texts[0].isdigit() and texts[1].isdigit() and int(texts[1]):
+        return int(texts[0]) / int(texts[1])
+    return None
+
+
+def _threads() -> Finding:
+    torch_threads, usable = torch.get_num_threads(), usable_cores()
+    set_by = f" (OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']})" if "OMP_NUM_THREADS" in os.environ else ""
+    value = f"torch {torch_threads}{set_by}, optimizer kernel {usable}"
+    if torch_threads > usable:
+        return Finding("threads", value, Verdict.NOTE, f"set OMP_NUM_THREADS={usable}: more threads than cores wait")
+    return Finding("threads", value)
+
+
+def _memory() -> Finding:
+    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
+    value = (
+        f"{format_bytes(memory.available)} available of {format_bytes(memory.total)}, swap {format_bytes(swap.total)}"
+    )
+    if memory.available < _LITTLE_MEMORY_BYTES:
+        return Finding("memory", value, Verdict.NOTE, "little is left: set host_memory to what the run may take")
+    return Finding("memory", value)
+
+
+def _memory_cgroup() -> Finding:
+    limit = cgroup_limit_bytes()
+    if limit is None:
+        return Finding("memory cgroup", "no limit")
+    return Finding("memory cgroup", f"limit {format_bytes(limit)}; budgets are planned against it")
+
+
+def _memlock() -> Finding:
+    soft, hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_MEMLOCK))
+    value = f"soft {soft}, hard {hard}"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if limit != resource.RLIM_INFINITY and limit < _LITTLE_MEMLOCK_BYTES:
+        advice = (
+            "raise it (ulimit -l) if memory is to be pinned for a GPU or registered for I/O; nothing needs it on a CPU"
+        )
+        return Finding("locked memory", value, Verdict.NOTE, advice)
+    return Finding("locked memory", value)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else format_bytes(value)
+
+
+def _huge_pages() -> Finding:
+    text = " ".join(_words(_HUGE_PAGES))
+    if not text:
+        return Finding("huge pages", "unknown: the kernel does not tell", Verdict.NOTE)
+    if "[never]" in text:
+        advice = f"direct I/O is 1.4 to 4 times slower on 4 KiB pages: echo madvise > {_HUGE_PAGES} as root"
+        return Finding("huge pages", text, Verdict.NOTE, advice)
+    return Finding("huge pages", text)
+
+
+def _gpu() -> Finding:
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return Finding("GPU", "; ".join(f"{gpu.name}, {format_bytes(gpu.total_memory)}" for gpu in names))
+    if torch.version.cuda is None:
+        return Finding("GPU", "none in use: this torch is a CPU build; training runs on the CPU")
+    return Finding("GPU", "none found; training runs on the CPU", Verdict.NOTE, "with a GPU there, check nvidia-smi")
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").split()
+    except OSError:
+        return []

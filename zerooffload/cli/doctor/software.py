@@ -1,0 +1,65 @@
+"""Findings about what is installed, and what of it is in use."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+
+import torch
+
+from zerooffload import __version__, native
+from zerooffload.aio import choose_engine
+from zerooffload.cli.doctor.finding import Finding, Verdict
+
+_OLDEST_TORCH = (2, 8)
+_TARGET_VARIABLE = "ZEROOFFLOAD_CPU_TARGET"
+
+
+def software_findings() -> Iterator[Finding]:
+    """Versions, native module, CPU target, I/O engine."""
+    yield Finding("zerooffload", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
+    yield _torch()
+    yield _native_module()
+    yield _cpu_target()
+    yield _io_engine()
+
+
+def _torch() -> Finding:
+    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    value = f"{torch.__version__} ({cuda})"
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < _OLDEST_TORCH:
+        return Finding("torch", value, Verdict.PROBLEM, "install torch 2.8 or newer")
+    return Finding("torch", value)
+
+
+def _native_module() -> Finding:
+    if native.available:
+        return Finding("native module", "loaded")
+    return Finding(
+        "native module",
+        f"not in use: {native.why_unavailable}",
+        Verdict.NOTE,
+        "kernels run as torch operations and I/O through aiofiles, both slower: install with a C++17 compiler at hand",
+    )
+
+
+def _cpu_target() -> Finding:
+    if not native.available:
+        return Finding("CPU target", "torch operations")
+    supported = native.module.supported_targets()
+    try:
+        active = native.module.active_target()
+    except ValueError as error:
+        advice = f"unset {_TARGET_VARIABLE}, or set it to one of {', '.join(supported)}"
+        return Finding("CPU target", str(error), Verdict.PROBLEM, advice)
+    forced = f", forced by {_TARGET_VARIABLE}" if os.environ.get(_TARGET_VARIABLE) else ""
+    return Finding("CPU target", f"{active}{forced} (this CPU and build: {', '.join(supported)})")
+
+
+def _io_engine() -> Finding:
+    chosen = choose_engine()
+    chosen.engine.close()
+    verdict = Verdict.OK if native.available else Verdict.NOTE
+    return Finding("I/O engine", f"{chosen.engine.name}: {chosen.reason}", verdict)

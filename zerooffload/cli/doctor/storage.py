@@ -1,0 +1,109 @@
+"""Findings about folders for the nvme tier. Nothing is left in them."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from zerooffload.aio.files import create_file
+from zerooffload.cli.doctor.finding import Finding, Verdict
+from zerooffload.errors import TierIOError
+from zerooffload.formats import format_bytes
+
+_BLOCK_BYTES = 4096
+_MOUNTS = Path("/proc/self/mountinfo")
+_IN_MEMORY = ("tmpfs", "ramfs")
+_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre")
+
+
+def storage_findings(path: Path) -> Iterator[Finding]:
+    """Whether the folder is there and writable, takes direct I/O, what it is on, and what is free."""
+    subject = f"nvme path {path}"
+    if not path.is_dir():
+        yield Finding(subject, "not a folder", Verdict.PROBLEM, "create it, or name one on the drive")
+        return
+    yield _file_system(subject, path)
+    yield Finding(f"{subject}: space", f"{format_bytes(shutil.disk_usage(path).free)} free")
+    yield _direct_io(f"{subject}: writing", path)
+
+
+def _file_system(subject: str, path: Path) -> Finding:
+    kind, device = file_system(path)
+    value = f"{kind} on {device}"
+    if kind in _IN_MEMORY:
+        return Finding(subject, value, Verdict.NOTE, "this is host memory, not a drive: name a folder on a drive")
+    if kind in _REMOTE:
+        return Finding(subject, value, Verdict.NOTE, "this is a network's file system: a local drive is faster")
+    if _rotates(path):
+        advice = (
+            "the drive says that it rotates, as virtual ones often do; if it is true, a solid-state drive is faster"
+        )
+        return Finding(subject, value, Verdict.NOTE, advice)
+    return Finding(subject, value)
+
+
+def file_system(path: Path) -> tuple[str, str]:
+    """Type and device of what is mounted at the nearest mount point above `path`."""
+    best, found = -1, ("unknown", "unknown")
+    target = path.resolve()
+    for line in _lines(_MOUNTS):
+        mount, _, source = line.partition(" - ")
+        # Spaces in a mount point are written as \040.
+        point = Path(mount.split(" ")[4].encode().decode("unicode_escape"))
+        # A later line covers an earlier one at the same place.
+        if target.is_relative_to(point) and len(point.parts) >= best:
+            best, found = len(point.parts), (source.split(" ")[0], source.split(" ")[1])
+    return found
+
+
+def _rotates(path: Path) -> bool:
+    number = path.stat().st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    for queue in (device / "queue", device.resolve().parent / "queue"):
+        if _lines(queue / "rotational"):
+            return _lines(queue / "rotational") == ["1"]
+    return False
+
+
+def _direct_io(subject: str, path: Path) -> Finding:
+    """Write one block the way that the tier does."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".zerooffload-doctor-", dir=path) as folder, _quiet():
+            file = create_file(Path(folder) / "probe")
+            try:
+                with mmap.mmap(-1, _BLOCK_BYTES) as block:
+                    os.pwrite(file.fd, block, 0)
+            finally:
+                file.close()
+    except (OSError, TierIOError) as error:
+        reason = error.strerror or str(error)
+        return Finding(subject, f"failed: {reason}", Verdict.PROBLEM, "make it writable, or name another folder")
+    if not file.direct:
+        advice = "buffered I/O is used: slower, and it fills the page cache; a folder on ext4 or xfs takes O_DIRECT"
+        return Finding(subject, "works, but the file system refuses O_DIRECT", Verdict.NOTE, advice)
+    return Finding(subject, "works with O_DIRECT")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The finding says what the fallback's warning would."""
+    log = logging.getLogger("zerooffload")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

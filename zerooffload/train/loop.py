@@ -1,0 +1,252 @@
+"""The training loop: a recipe becomes a model on its tiers, steps, and an account of both."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+import zerooffload as zo
+from zerooffload.accelerator import default_accelerator
+from zerooffload.errors import ConfigError
+from zerooffload.integrations.huggingface import ModelSource, build_model, load_model, load_tokenizer, model_config
+from zerooffload.integrations.huggingface.tokenizers import BYTES
+from zerooffload.planner.activations import ActivationForecast, predict_activation_bytes
+from zerooffload.telemetry import StepReport, process_peak_bytes
+from zerooffload.train.data import Windows, batches, open_tokens
+from zerooffload.train.process import give_freed_memory_back, resident_bytes_trimmed, warm_up
+from zerooffload.train.recipe import Recipe, cache_folder
+from zerooffload.train.schedule import lr_factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One step. `loss` is the mean over its tokens; `grad_norm` is before clipping, None without clipping."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    seconds: float
+    tokens: int
+    report: StepReport
+
+
+@dataclass(kw_only=True)
+class TrainingResult:
+    """What a run did. Grows while it runs; bytes of the process are resident memory.
+
+    Attributes
+    ----------
+    activations : ActivationForecast, optional
+        None where the model's way depends on values, so that nothing can be told in advance.
+    baseline_bytes : int
+        Before the model was made.
+    computes_on_host : bool
+        Whether activations are in host memory.
+    heldout_before, heldout_after : float, optional
+        Mean loss on the windows held out.
+    """
+
+    recipe: Recipe
+    activations: ActivationForecast | None = None
+    baseline_bytes: int = 0
+    process_peak_bytes: int = 0
+    computes_on_host: bool = True
+    heldout_before: float | None = None
+    heldout_after: float | None = None
+    steps: list[StepRecord] = field(default_factory=list)
+
+
+class Observer:
+    """Is told how a run goes. This one ignores it."""
+
+    def doing(self, what: str) -> None:
+        """A part of the run that shows no steps begins."""
+
+    def announced(self, result: TrainingResult) -> None:
+        """The model is on its tiers; training begins."""
+
+    def evaluated(self, when: str, loss: float) -> None:
+        """The held-out loss is known."""
+
+    def finished_step(self, record: StepRecord) -> None:
+        """A step is done."""
+
+
+def train(recipe: Recipe, observer: Observer | None = None) -> TrainingResult:
+    """Train as the recipe says. Whatever ends it, the tiers are left empty.
+
+    Raises
+    ------
+    ConfigError
+        If a setting, the model or the data cannot work as given.
+    BudgetError
+        If the model does not fit the budgets.
+    TierIOError
+        If a tier's files cannot be read or written.
+    """
+    observer = observer or Observer()
+    result = TrainingResult(recipe=recipe)
+    torch.manual_seed(recipe.training.seed)
+    give_freed_memory_back()
+    device = default_accelerator().device
+    result.computes_on_host = device.type == "cpu"
+    source = _model_source(recipe)
+    config = model_config(source)
+    observer.doing("reading the data")
+    windows = _windows(recipe, int(config.get_text_config().vocab_size))
+    observer.doing("predicting activations")
+    result.activations = _predict(recipe, source, config, device)
+    warm_up()
+    result.baseline_bytes = resident_bytes_trimmed()
+    observer.doing("loading the model")
+    model = load_model(source, config)
+    with _offloaded(model, recipe):
+        observer.announced(result)
+        _run(model, windows, result, observer)
+        result.process_peak_bytes = process_peak_bytes()
+    return result
+
+
+def _run(model: nn.Module, windows: Windows, result: TrainingResult, observer: Observer) -> None:
+    """Evaluate, train, evaluate."""
+    if windows.num_heldout:
+        observer.doing("evaluating")
+        result.heldout_before = evaluate(model, windows, result.recipe.training.batch_size)
+        observer.evaluated("before training", result.heldout_before)
+    for record in _steps(model, windows, result.recipe):
+        result.steps.append(record)
+        observer.finished_step(record)
+    if windows.num_heldout:
+        observer.doing("evaluating")
+        result.heldout_after = evaluate(model, windows, result.recipe.training.batch_size)
+        observer.evaluated("after training", result.heldout_after)
+
+
+def _steps(model: nn.Module, windows: Windows, recipe: Recipe) -> Iterator[StepRecord]:
+    training, settings = recipe.training, recipe.optimizer
+    optimizer = zo.AdamW(
+        model.parameters(),
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: lr_factor(recipe.schedule, step, training.steps)
+    )
+    order = batches(windows.num_training, training.batch_size, training.seed)
+    for step in range(1, training.steps + 1):
+        begin = time.perf_counter()
+        lr = float(optimizer.param_groups[0]["lr"])
+        loss = 0.0
+        for _ in range(training.accumulation_steps):
+            micro_loss = next_token_loss(model, *windows.training(next(order))) / training.accumulation_steps
+            micro_loss.backward()
+            loss += micro_loss.item()
+        norm = None
+        if training.max_grad_norm is not None:
+            norm = float(zo.clip_grad_norm_(model, training.max_grad_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        seconds = time.perf_counter() - begin
+        yield StepRecord(
+            step=step,
+            loss=loss,
+            lr=lr,
+            grad_norm=norm,
+            seconds=seconds,
+            tokens=training.tokens_per_step,
+            report=zo.step_report(model),
+        )
+
+
+def next_token_loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy of `targets` given `inputs`, both `[batch, sequence]`; 0-dim, fp32."""
+    device = next(model.parameters()).device
+    logits = model(input_ids=inputs.to(device)).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, windows: Windows, batch_size: int) -> float:
+    """Mean loss on the windows held out."""
+    was_training = model.training
+    model.eval()
+    total = 0.0
+    for first in range(0, windows.num_heldout, batch_size):
+        indices = range(first, min(first + batch_size, windows.num_heldout))
+        total += next_token_loss(model, *windows.heldout(indices)).item() * len(indices)
+    model.train(was_training)
+    return total / windows.num_heldout
+
+
+def _model_source(recipe: Recipe) -> ModelSource:
+    section = recipe.model
+    return ModelSource(
+        name=section.name,
+        config=section.config,
+        seed=recipe.training.seed,
+        dtype=recipe.offload.torch_compute_dtype,
+        gradient_checkpointing=section.gradient_checkpointing,
+        trust_remote_code=section.trust_remote_code,
+    )
+
+
+def _windows(recipe: Recipe, vocabulary_numel: int) -> Windows:
+    section, training = recipe.model, recipe.training
+    name = section.tokenizer or section.name or BYTES
+    tokenizer = load_tokenizer(name, trust_remote_code=section.trust_remote_code)
+    if tokenizer.vocabulary_numel > vocabulary_numel:
+        raise ConfigError(
+            f"the tokenizer {name} has {tokenizer.vocabulary_numel} tokens, the model knows {vocabulary_numel}:"
+            " name the tokenizer that belongs to the model"
+        )
+    tokens = open_tokens(recipe.data.path, recipe.data.field, tokenizer, cache_folder() / "tokens")
+    return Windows(tokens, training.sequence_length, training.evaluation_windows)
+
+
+def _predict(recipe: Recipe, source: ModelSource, config: object, device: torch.device) -> ActivationForecast | None:
+    """Activations of one backward's batch; None where the model cannot be run without values."""
+    shape = (recipe.training.batch_size, recipe.training.sequence_length)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    try:
+        return predict_activation_bytes(
+            lambda: build_model(source, config),
+            lambda model: next_token_loss(model, tokens, tokens),
+            device=device,
+        )
+    except RuntimeError:
+        return None
+
+
+@contextmanager
+def _offloaded(model: nn.Module, recipe: Recipe) -> Iterator[None]:
+    zo.offload(model, recipe.offload)
+    try:
+        yield
+    finally:
+        with _no_interrupts():
+            zo.close(model)
+
+
+@contextmanager
+def _no_interrupts() -> Iterator[None]:
+    """A second Ctrl-C must not leave files behind."""
+    try:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:
+        # Not the main thread, which alone gets interrupts.
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,110 @@
+"""A run as one JSON object, for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from zerooffload import __version__, native
+from zerooffload.errors import ConfigError
+from zerooffload.train.loop import TrainingResult
+from zerooffload.train.summary import memory_account, seconds_by_cause, settled_steps
+
+
+def run_report(result: TrainingResult) -> dict[str, Any]:
+    """The report of a run that finished a step. Bytes and seconds throughout.
+
+    `seconds` leaves the first step out if there are others, because its report begins with `offload` and so covers the
+    evaluation before training; bytes count in all.
+    """
+    records = result.steps
+    account = memory_account(result)
+    moved = [record.report.bytes_moved for record in records]
+    seconds = sum(record.seconds for record in records)
+    return {
+        "steps": len(records),
+        "losses": [record.loss for record in records],
+        "heldout_loss_before": result.heldout_before,
+        "heldout_loss_after": result.heldout_after,
+        "tokens_per_second": sum(record.tokens for record in records) / seconds,
+        "peak_bytes": {
+            **{tier.name: tier.peak_bytes for tier in records[-1].report.tiers},
+            "process": result.process_peak_bytes,
+        },
+        "planned_bytes": {tier.name: tier.planned_bytes for tier in records[-1].report.tiers},
+        "budget_bytes": {tier.name: tier.budget_bytes for tier in records[-1].report.tiers},
+        "baseline_bytes": account.baseline_bytes,
+        "leased_bytes": account.leased_bytes,
+        "activations_predicted_bytes": account.activations_bytes,
+        "nvme_read_bytes": sum(entry.get("nvme_read", 0) for entry in moved),
+        "nvme_written_bytes": sum(entry.get("nvme_written", 0) for entry in moved),
+        "seconds": seconds_by_cause(settled_steps(records)),
+        "seconds_steps": len(settled_steps(records)),
+        "step_records": [_step(record) for record in records],
+        "machine": machine(),
+        "recipe": result.recipe.model_dump(mode="json"),
+    }
+
+
+def write_report(path: Path, result: TrainingResult) -> None:
+    """Write the report; the file appears whole or not at all.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(json.dumps(run_report(result), indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write the report {path}: {error.strerror}") from error
+
+
+def machine() -> dict[str, Any]:
+    """What the run ran on."""
+    return {
+        "cpu": _cpu_name(),
+        "architecture": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "zerooffload": __version__,
+        "kernel": native.module.active_target() if native.available else "torch",
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def _step(record: Any) -> dict[str, Any]:
+    report = record.report
+    return {
+        "step": record.step,
+        "loss": record.loss,
+        "lr": record.lr,
+        "grad_norm": record.grad_norm,
+        "seconds": record.seconds,
+        "bytes_moved": dict(report.bytes_moved),
+        "waits": dict(report.waits),
+        "work": dict(report.work),
+    }
