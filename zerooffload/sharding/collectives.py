@@ -20,6 +20,10 @@ from zerooffload.telemetry import Link, Recorder
 
 T = TypeVar("T")
 
+# torch 2.13 gave both a new name, and warns about the old one.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 class Collectives(Protocol):
     """What the ranks of a run do together. Buffers are 1D and of one dtype."""
@@ -87,13 +91,13 @@ class GroupCollectives:
     def all_gather(self, full: torch.Tensor) -> None:
         """See `Collectives`."""
         shard = full.chunk(self.world_size)[self.rank]
-        self._do("all-gather", lambda: dist.all_gather_into_tensor(full, shard, group=self._group))
+        self._do("all-gather", lambda: _all_gather_single(full, shard, group=self._group))
         self._recorder.moved(Link.GATHERED, full.nbytes - shard.nbytes)
 
     def reduce_scatter(self, full: torch.Tensor) -> torch.Tensor:
         """See `Collectives`. The sum is divided once, in the buffer's dtype."""
         shard = full.chunk(self.world_size)[self.rank]
-        self._do("reduce-scatter", lambda: dist.reduce_scatter_tensor(shard, full, group=self._group))
+        self._do("reduce-scatter", lambda: _reduce_scatter_single(shard, full, group=self._group))
         self._recorder.moved(Link.REDUCED, full.nbytes - shard.nbytes)
         return shard.div_(self.world_size)
 
