@@ -25,6 +25,10 @@ class CheckpointError(ZeroOffloadError):
     """A checkpoint or model folder that cannot be read or written as asked."""
 
 
+class RankError(ZeroOffloadError):
+    """Another rank failed, or is gone; the message names it."""
+
+
 class InternalError(ZeroOffloadError):
     """A broken invariant of zerooffload itself."""
 

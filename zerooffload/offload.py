@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed import ProcessGroup, is_available, is_initialized
 
 from zerooffload.accelerator import default_accelerator
 from zerooffload.config import OffloadConfig
@@ -18,13 +18,14 @@ from zerooffload.runtime.build import Environment, build_run, environment
 from zerooffload.runtime.ordinary_calls import make_ordinary_calls_right
 from zerooffload.runtime.param_access import units_of
 from zerooffload.runtime.run import Run
+from zerooffload.sharding.collectives import Collectives, GroupCollectives, SingleRank
 from zerooffload.sharding.registry import residence_of
 from zerooffload.telemetry import StepReport
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def offload(model: M, config: OffloadConfig | None = None, *, process_group: ProcessGroup | None = None) -> M:
+def offload(model: M, config: OffloadConfig | None = None, *, process_group: dist.ProcessGroup | None = None) -> M:
     """Move a model's states to their home tiers, in place, and hook the model so that it trains from there.
 
     Parameters
@@ -34,7 +35,7 @@ def offload(model: M, config: OffloadConfig | None = None, *, process_group: Pro
     config : OffloadConfig, optional
         Default: every state on host.
     process_group : ProcessGroup, optional
-        For several ranks, which do not work yet.
+        The ranks that share the model; default: all. Each keeps 1/N of every state, and gradients are averaged.
 
     Returns
     -------
@@ -51,8 +52,7 @@ def offload(model: M, config: OffloadConfig | None = None, *, process_group: Pro
         If the nvme paths cannot be used.
     """
     config = config or OffloadConfig()
-    _check_ranks(process_group)
-    return offload_in(model, config, environment(config, default_accelerator()))
+    return offload_in(model, config, environment(config, default_accelerator(), _collectives(process_group)))
 
 
 def offload_in(model: M, config: OffloadConfig, env: Environment) -> M:
@@ -159,13 +159,26 @@ def _run_of(param: torch.Tensor | None) -> Run:
     return residence.run
 
 
-def _check_ranks(process_group: ProcessGroup | None) -> None:
-    initialized = is_available() and is_initialized()
-    world_size = (
-        torch.distributed.get_world_size(process_group) if initialized else int(os.environ.get("WORLD_SIZE", "1"))
-    )
-    if world_size > 1 or process_group is not None:
-        raise ConfigError(f"zo.offload works on one rank so far, and this process is one of {world_size}")
+def _collectives(process_group: dist.ProcessGroup | None) -> Collectives:
+    """Those of the group, of the default group, or of a world of one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size > 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {world_size}, but there is no process group:"
+                " call torch.distributed.init_process_group() before zo.offload"
+            )
+        return SingleRank()
+    world_size = dist.get_world_size()
+    if world_size != int(os.environ.get("WORLD_SIZE", str(world_size))):
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the process group has {world_size} ranks:"
+            " start all of them the same way"
+        )
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None or dist.get_world_size(group) == 1:
+        return SingleRank()
+    return GroupCollectives(group)
 
 
 __all__ = ["clip_grad_norm_", "close", "full_params", "offload", "step_report"]

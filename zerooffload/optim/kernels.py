@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Mapping
 from typing import Protocol
@@ -127,8 +126,3 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def norm_of(square_sums: list[torch.Tensor]) -> float:
-    """The 2-norm from blocks' sums of squares: their exact sum, rounded once, so their order does not matter."""
-    return math.sqrt(math.fsum(value for sums in square_sums for value in sums.tolist()))

@@ -11,6 +11,9 @@ from zerooffload.errors import BudgetError
 from zerooffload.formats import format_bytes
 from zerooffload.planner.placement import Claim, Placement, TierChoices
 
+_WINDOW = "parameters in use"
+_COLLECTION = "gradient collection"
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -49,6 +52,12 @@ class AnnouncedPlan:
     window_nbytes: int
     collection_nbytes: int
     claims: tuple[Claim, ...]
+
+    def with_windows(self, window_nbytes: int, collection_nbytes: int) -> AnnouncedPlan:
+        """The plan with windows of other sizes: those that every rank has room for."""
+        others = tuple(claim for claim in self.claims if claim.holder not in (_WINDOW, _COLLECTION))
+        claims = (*others, *_claim(_COLLECTION, collection_nbytes), *_claim(_WINDOW, window_nbytes))
+        return replace(self, window_nbytes=window_nbytes, collection_nbytes=collection_nbytes, claims=claims)
 
     def planned_bytes(self, tier: TierName) -> int:
         """All claims on a tier's budget."""
@@ -93,13 +102,13 @@ def _fit(placement: Placement, limits: Limits) -> AnnouncedPlan | _Misfit:
 
 def _fit_collecting(placement: Placement, limits: Limits, collection_nbytes: int) -> AnnouncedPlan | _Misfit:
     window = placement.window
-    claims = (*placement.fixed_claims(), *_claim("gradient collection", collection_nbytes))
-    least = (*claims, *_claim("parameters in use", window.least_nbytes))
+    claims = (*placement.fixed_claims(), *_claim(_COLLECTION, collection_nbytes))
+    least = (*claims, *_claim(_WINDOW, window.least_nbytes))
     misfit = _first_misfit(least, limits)
     if misfit is not None:
         return misfit
     window_nbytes = min(window.most_nbytes, window.least_nbytes + _room(least, limits))
-    full = (*claims, *_claim("parameters in use", window_nbytes))
+    full = (*claims, *_claim(_WINDOW, window_nbytes))
     return AnnouncedPlan(placement, limits, window_nbytes, collection_nbytes, full)
 
 

@@ -221,8 +221,8 @@ def _place_flat(
         param=records((Part("param", layout.dtype),)),
         optimizer=records(optimizer_parts(layout.dtype)) if layout.trainable else None,
         gradient=records((Part("grad", layout.dtype),)) if layout.trainable else None,
-        moves=not reach.by_device(param_tier),
-        collects=layout.trainable and not reach.by_device(gradient_tier),
+        moves=layout.world_size > 1 or not reach.by_device(param_tier),
+        collects=layout.trainable and (layout.world_size > 1 or not reach.by_device(gradient_tier)),
     )
 
 

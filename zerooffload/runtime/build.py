@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -16,9 +16,11 @@ from zerooffload.optim.kernels import Kernels, TorchKernels, host_kernels
 from zerooffload.planner.admission import AnnouncedPlan, announce
 from zerooffload.planner.placement import FlatPlacement, Reach, TierChoices, UnitLayout, UnitPlacement, place
 from zerooffload.runtime.hook_points import HookPoint
-from zerooffload.runtime.initial_states import write_initial_states
+from zerooffload.runtime.initial_states import InitialStates
+from zerooffload.runtime.materialize import is_on_meta, materialize
 from zerooffload.runtime.resources import Parts, Resources, limits_of
 from zerooffload.runtime.run import Run
+from zerooffload.sharding.collectives import Collectives, SingleRank, agree
 from zerooffload.sharding.flat import Flat
 from zerooffload.sharding.grouping import UnitModules, find_units
 from zerooffload.sharding.layout import ParamSpec, lay_out
@@ -42,20 +44,24 @@ class Environment:
         Makes the `Waits` for a recorder.
     kernels : Kernels
         For host memory.
+    collectives : Collectives
+        Of the ranks that share the model.
     """
 
     accelerator: Accelerator
     open_engine: Callable[[], Engine]
     kernels: Kernels
     make_waits: Callable[[CountingRecorder], Waits] = Waits
+    collectives: Collectives = field(default_factory=SingleRank)
 
 
-def environment(config: OffloadConfig, accelerator: Accelerator) -> Environment:
+def environment(config: OffloadConfig, accelerator: Accelerator, collectives: Collectives) -> Environment:
     """The real one."""
     return Environment(
         accelerator=accelerator,
         open_engine=lambda: choose_engine(config.io_engine).engine,
         kernels=host_kernels(config.threads),
+        collectives=collectives,
     )
 
 
@@ -75,18 +81,15 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
     baseline_bytes = process_resident_bytes()
     found = find_units(model, config.units)
     params_of = dict(model.named_parameters(remove_duplicate=False))
-    layouts = [_unit_layout(unit, params_of, config) for unit in found]
-    plan = _announce(layouts, config, env.accelerator)
+    world_size = env.collectives.world_size
+    layouts = [_unit_layout(unit, params_of, config, world_size) for unit in found]
+    plan = agree(env.collectives, lambda: _announce(layouts, config, env.accelerator), "planning")
+    plan = _same_windows(plan, env.collectives)
     recorder = CountingRecorder()
+    env.collectives.report_to(recorder)
     waits = env.make_waits(recorder)
     parts = Parts(env.accelerator, Transfers(env.accelerator, waits, recorder), waits, recorder)
-    resources = Resources(plan, config, parts, env.open_engine)
-    try:
-        units = [_make_unit(unit, params_of, resources, env.accelerator) for unit in plan.placement.units]
-        resources.reserve()
-    except BaseException:
-        resources.close()
-        raise
+    resources, units = agree(env.collectives, lambda: _take_resources(plan, config, parts, env, params_of), "start-up")
     run = Run(
         units=units,
         points=_hook_points(found, units),
@@ -94,6 +97,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
         resources=resources,
         parts=parts,
         kernels=(env.kernels, TorchKernels()),
+        collectives=env.collectives,
         baseline_bytes=baseline_bytes,
     )
     try:
@@ -107,19 +111,38 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
     return run
 
 
+def _same_windows(plan: AnnouncedPlan, collectives: Collectives) -> AnnouncedPlan:
+    """The smallest windows of any rank: they decide when units are gathered, which must be the same everywhere."""
+    windows = collectives.gather_objects((plan.window_nbytes, plan.collection_nbytes))
+    return plan.with_windows(min(window for window, _ in windows), min(collection for _, collection in windows))
+
+
+def _take_resources(
+    plan: AnnouncedPlan, config: OffloadConfig, parts: Parts, env: Environment, params_of: dict[str, nn.Parameter]
+) -> tuple[Resources, list[Unit]]:
+    resources = Resources(plan, config, parts, env.open_engine, env.collectives.rank)
+    try:
+        units = [_make_unit(unit, params_of, resources, env) for unit in plan.placement.units]
+        resources.reserve()
+    except BaseException:
+        resources.close()
+        raise
+    return resources, units
+
+
 def _check_model(model: nn.Module) -> None:
     for name, param in model.named_parameters():
         if residence_of(param) is not None:
             raise ConfigError(f"the model is offloaded already (parameter {name}): call zo.close(model) first")
         if not param.is_meta and param.untyped_storage().nbytes() < param.numel() * param.element_size():
             raise ConfigError(f"parameter {name} has no values: it belonged to a run that was closed")
-        if param.is_meta:
-            raise ConfigError(f"parameter {name} is on the meta device: materialize the model before zo.offload")
         if param.grad is not None:
             raise ConfigError(f"parameter {name} has a gradient: call model.zero_grad() before zo.offload")
 
 
-def _unit_layout(unit: UnitModules, params_of: dict[str, nn.Parameter], config: OffloadConfig) -> UnitLayout:
+def _unit_layout(
+    unit: UnitModules, params_of: dict[str, nn.Parameter], config: OffloadConfig, world_size: int
+) -> UnitLayout:
     """Group a unit's parameters into flats of one dtype and one `requires_grad`."""
     groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
     for names in unit.param_names:
@@ -133,6 +156,7 @@ def _unit_layout(unit: UnitModules, params_of: dict[str, nn.Parameter], config: 
             specs,
             dtype=dtype,
             trainable=trainable,
+            world_size=world_size,
         )
         for (dtype, trainable), specs in groups.items()
     ]
@@ -146,15 +170,14 @@ def _announce(layouts: list[UnitLayout], config: OffloadConfig, accelerator: Acc
     return announce(placement, limits_of(config, accelerator), choices, lambda others: place(layouts, others, reach))
 
 
-def _make_unit(
-    unit: UnitPlacement, params_of: dict[str, nn.Parameter], resources: Resources, accelerator: Accelerator
-) -> Unit:
-    return Unit(unit.name, [_make_flat(flat, params_of, resources, accelerator) for flat in unit.flats])
+def _make_unit(unit: UnitPlacement, params_of: dict[str, nn.Parameter], resources: Resources, env: Environment) -> Unit:
+    return Unit(unit.name, [_make_flat(flat, params_of, resources, env) for flat in unit.flats])
 
 
 def _make_flat(
-    placed: FlatPlacement, params_of: dict[str, nn.Parameter], resources: Resources, accelerator: Accelerator
+    placed: FlatPlacement, params_of: dict[str, nn.Parameter], resources: Resources, env: Environment
 ) -> UnitFlat:
+    accelerator = env.accelerator
     params = [params_of[slot.param.name] for slot in placed.layout.slots]
     tiers = resources.tiers
     training = None
@@ -170,6 +193,7 @@ def _make_flat(
         training=training,
         range=accelerator.reserve(placed.range_length) if placed.moves else None,
         collection=accelerator.reserve(placed.range_length) if placed.collects else None,
+        rank=env.collectives.rank,
     )
 
 
@@ -178,15 +202,31 @@ def _hook_points(found: Iterable[UnitModules], units: Iterable[Unit]) -> list[Ho
     return [HookPoint(item.name, item.module, (by_name[name] for name in item.needs)) for item in found]
 
 
-def _hand_over(model: nn.Module, units: Iterable[Unit], resources: Resources, parts: Parts) -> None:
+def _hand_over(model: nn.Module, units: Sequence[Unit], resources: Resources, parts: Parts) -> None:
     """Unit by unit: write the values home, then let the parameters show what they are from now on."""
-    for unit in units:
-        for part in unit.parts:
-            write_initial_states(part, resources.ring, parts.waits)
-            part.show_at_home()
-    resources.ring.drain(parts.waits)
+    states = InitialStates(resources.ring, parts.waits)
+    waiting = list(units)
+    if is_on_meta(model):
+        # A unit leaves as soon as its last parameter has values.
+        for _ in materialize(model, torch.device("cpu")):
+            while waiting and (ready := next((unit for unit in waiting if _has_values(unit)), None)) is not None:
+                waiting.remove(ready)
+                _hand_over_unit(ready, states)
+    for unit in waiting:
+        _hand_over_unit(unit, states)
+    states.finish()
     device = parts.accelerator.device
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)
+
+
+def _hand_over_unit(unit: Unit, states: InitialStates) -> None:
+    for part in unit.parts:
+        states.write(part)
+        part.show_at_home()
+
+
+def _has_values(unit: Unit) -> bool:
+    return not any(param.is_meta for param in unit.parameters())

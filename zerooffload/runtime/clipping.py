@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from zerooffload.errors import ConfigError
-from zerooffload.optim.kernels import norm_of
 from zerooffload.sharding.placeholders import OffloadedGradient
 from zerooffload.sharding.unit import TrainingStates, UnitFlat
 
@@ -36,13 +35,18 @@ SquareSums = Callable[[UnitFlat, TrainingStates], list[torch.Tensor]]
 ReadGradient = Callable[[UnitFlat, TrainingStates, int], torch.Tensor]
 
 
-def total_norm(chosen: Sequence[Chosen], norm_type: float, square_sums: SquareSums, read: ReadGradient) -> float:
-    """The norm of all chosen gradients as one vector.
+def norm_sum(chosen: Sequence[Chosen], norm_type: float, square_sums: SquareSums, read: ReadGradient) -> float:
+    """The part of this rank in the norm of all chosen gradients as one vector: its sum before the root, or its largest.
 
-    The 2-norm is exact up to the rounding of float64 sums over fixed blocks (see `reference.square_sums`) and does not
-    depend on tiers, chunks or threads. Other norms are taken parameter by parameter in float64.
+    For the 2-norm, sums of squares over fixed blocks (see `reference.square_sums`) are added exactly, so that the norm
+    does not depend on tiers, chunks or threads. Other norms are taken parameter by parameter in float64.
+
+    Raises
+    ------
+    ConfigError
+        If `norm_type` is no positive number.
     """
-    if norm_type <= 0:
+    if not norm_type > 0:
         raise ConfigError(f"norm_type={norm_type}: expected a positive number or inf")
     sums: list[torch.Tensor] = []
     for item in chosen:
@@ -53,14 +57,19 @@ def total_norm(chosen: Sequence[Chosen], norm_type: float, square_sums: SquareSu
                 sums += square_sums(item.part, item.training)
             continue
         for index in indices:
-            factor = item.training.grad_factors[index]
-            grad = read(item.part, item.training, index).double().abs().mul_(factor)
-            sums.append(grad.max()[None] if math.isinf(norm_type) else grad.pow(norm_type).sum()[None])
+            grad = read(item.part, item.training, index).double().abs().mul_(item.training.grad_factors[index])
+            if grad.numel():
+                sums.append(grad.max()[None] if math.isinf(norm_type) else grad.pow(norm_type).sum()[None])
+    values = (value for part in sums for value in part.tolist())
+    return max(values, default=0.0) if math.isinf(norm_type) else math.fsum(values)
+
+
+def total_norm(parts: Sequence[float], norm_type: float) -> float:
+    """The norm from every rank's `norm_sum`, added in rank order."""
     if math.isinf(norm_type):
-        return max((float(value) for value in sums), default=0.0)
-    if norm_type == 2.0:
-        return norm_of(sums)
-    return math.pow(math.fsum(float(value) for value in sums), 1.0 / norm_type)
+        return max(parts)
+    total = sum(parts)
+    return math.sqrt(total) if norm_type == 2.0 else math.pow(total, 1.0 / norm_type)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -60,7 +60,7 @@ class Fetcher:
             layout = part.home.layout
             for chunk in range(layout.num_chunks):
                 offset = layout.record_offset(chunk)
-                target = part.range.tensor[offset : offset + layout.file_nbytes(chunk)]
+                target = part.shard_of(part.range.tensor)[offset : offset + layout.file_nbytes(chunk)]
                 self._start_record(fetch, part.home, chunk, target, refill_after)
         return fetch
 

@@ -5,22 +5,29 @@ Where the device can use a gradient's home, each parameter's gradient is added t
 a flat gather in a collection buffer on the device; when all have arrived (or room is wanted, or backward ends) the
 buffer departs: chunk by chunk it is brought to the host, joined with what the home holds, normed and sent home. The
 buffer's memory is given back when nothing reads it any more.
+
+With several ranks a departing buffer is reduced first, and only this rank's shard of the mean goes home. Buffers depart
+in the reverse order of the model on every rank, each flat once in each backward, with zeros for what did not arrive:
+which gradients a rank has got, and when, must not decide which collectives it starts. At the end of backward the ranks
+agree on which parameters got a gradient anywhere.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from zerooffload.accelerator import DeviceRange
 from zerooffload.errors import BudgetError, InternalError
 from zerooffload.formats import format_bytes
-from zerooffload.runtime.landing import Landing
+from zerooffload.runtime.landing import Landing, zero_absent
+from zerooffload.runtime.resources import Parts
+from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.placeholders import OffloadedGradient
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
-from zerooffload.telemetry import Recorder, Wait, Waitable, Waits, Work, wait_for_all
+from zerooffload.telemetry import Wait, Waitable, Work, wait_for_all
 from zerooffload.tiers import Space
 
 
@@ -38,6 +45,27 @@ class _Collection:
         self.views = [elements[slot.start : slot.stop].view(slot.param.shape) for slot in layout.slots]
 
 
+class ReductionOrder:
+    """Which flats depart when there are several ranks: in the model's reverse order, each once in each backward."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._flats = [flat for unit in reversed(units) for flat in trainable(unit)]
+        self._complete: set[int] = set()
+        self._next = 0
+
+    def complete(self, part: UnitFlat) -> Iterator[tuple[UnitFlat, TrainingStates]]:
+        """All gradients of `part` have arrived: what departs now."""
+        self._complete.add(id(part))
+        while self._next < len(self._flats) and id(self._flats[self._next][0]) in self._complete:
+            self._next += 1
+            yield self._flats[self._next - 1]
+
+    def rest(self) -> Iterator[tuple[UnitFlat, TrainingStates]]:
+        """What has not departed when backward ends; afterwards a new backward may begin."""
+        rest, self._next, self._complete = self._flats[self._next :], 0, set()
+        yield from rest
+
+
 class GradientPath:
     """Takes gradients from autograd and keeps what their homes hold.
 
@@ -51,21 +79,33 @@ class GradientPath:
         self,
         window_nbytes: int,
         landing: Landing,
-        waits: Waits,
-        recorder: Recorder,
+        collectives: Collectives,
+        units: Sequence[Unit],
+        parts: Parts,
     ) -> None:
         self._free_nbytes = window_nbytes
+        self._collectives = collectives
+        self._units = units
+        self._order = ReductionOrder(units) if collectives.world_size > 1 else None
+        self._held_before: dict[int, list[bool]] = {}
+        self._arrived: dict[int, set[int]] = {}
         self._landing = landing
-        self._waits = waits
-        self._recorder = recorder
+        self._waits = parts.waits
+        self._recorder = parts.recorder
         self._open: dict[int, _Collection] = {}
         self._leaving: deque[_Collection] = deque()
         self._begun: dict[Unit, None] = {}
 
     def begin(self, unit: Unit) -> None:
         """Backward reaches `unit`: make `grad` fit to be accumulated into, once in each backward."""
-        if unit in self._begun:
-            return
+        if self._order is not None and not self._begun:
+            # What another rank reaches, this one takes part in.
+            for other in self._units:
+                self._begin(other)
+        elif unit not in self._begun:
+            self._begin(unit)
+
+    def _begin(self, unit: Unit) -> None:
         self._begun[unit] = None
         for part, training in trainable(unit):
             for index, param in enumerate(part.flat.params):
@@ -84,7 +124,7 @@ class GradientPath:
         grad, param.grad = param.grad.to_dense() if param.grad.is_sparse else param.grad, None
         home = training.gradient.whole(Space.DEVICE)
         with self._recorder.working(Work.GRADIENT_ACCUMULATION):
-            if home is not None:
+            if part.collection is None and home is not None:
                 self._add_at_home(part, training, index, grad, home)
             else:
                 self._collect(part, training, index, grad)
@@ -92,8 +132,11 @@ class GradientPath:
 
     def end_backward(self) -> None:
         """Backward is over: send what has gathered, and show what is held."""
-        for collection in list(self._open.values()):
-            self._depart(collection)
+        if self._order is None:
+            for collection in list(self._open.values()):
+                self._depart(collection)
+        else:
+            self._depart_rest(self._order)
         for unit in self._begun:
             for part, training in trainable(unit):
                 for param, held in zip(part.flat.params, training.held, strict=True):
@@ -139,8 +182,25 @@ class GradientPath:
         else:
             collection.views[index].copy_(grad)
             collection.arrived.add(index)
-        if len(collection.arrived) == len(collection.views):
+        if len(collection.arrived) < len(collection.views):
+            return
+        if self._order is None:
             self._depart(collection)
+        else:
+            for other, _ in self._order.complete(part):
+                self._depart(self._open[id(other)])
+
+    def _depart_rest(self, order: ReductionOrder) -> None:
+        """Reduce what is left, zeros where nothing arrived, and agree on what is held."""
+        for part, training in order.rest():
+            self._depart(self._open.get(id(part)) or self._open_collection(part, training))
+        flats = [flat for unit in self._units for flat in trainable(unit)]
+        mine = [sorted(self._arrived.pop(id(part), set())) for part, _ in flats]
+        everyones = self._collectives.gather_objects(mine)
+        for position, (part, training) in enumerate(flats):
+            arrived = {index for of_rank in everyones for index in of_rank[position]}
+            before = self._held_before.pop(id(part))
+            training.held[:] = [held or index in arrived for index, held in enumerate(before)]
 
     def _open_collection(self, part: UnitFlat, training: TrainingStates) -> _Collection:
         memory = part.collection
@@ -151,14 +211,16 @@ class GradientPath:
             self._leaving and memory.nbytes > self._free_nbytes
         ):
             self._give_back_oldest()
-        while memory.nbytes > self._free_nbytes and self._open:
+        while self._order is None and memory.nbytes > self._free_nbytes and self._open:
             # Gradients of several units gather at the same time: send what is there of the oldest.
             self._depart(next(iter(self._open.values())))
             self._give_back_oldest()
         if memory.nbytes > self._free_nbytes:
             raise BudgetError(
                 f"gradient collection: {part.flat.layout.name} needs {format_bytes(memory.nbytes)},"
-                f" {format_bytes(self._free_nbytes)} are free"
+                f" {format_bytes(self._free_nbytes)} are free. With several ranks gradients leave in the order of the"
+                " model, and those of several units gather at the same time here: raise device_memory (on a CPU:"
+                " host_memory)"
             )
         memory.fill()
         self._free_nbytes -= memory.nbytes
@@ -168,8 +230,17 @@ class GradientPath:
 
     def _depart(self, collection: _Collection) -> None:
         del self._open[id(collection.part)]
+        part, arrived = collection.part, collection.arrived
+        if self._order is not None:
+            layout = part.flat.layout
+            elements = collection.memory.tensor[: layout.nbytes].view(layout.dtype)
+            zero_absent(part, (0, layout.numel), elements, [index in arrived for index in range(len(layout.slots))])
+            self._collectives.reduce_scatter(elements)
+            self._held_before[id(part)] = list(collection.training.held)
+            self._arrived[id(part)] = arrived
+            arrived = set(range(len(layout.slots)))
         collection.leaving = self._landing.send(
-            collection.part, collection.training, collection.memory.tensor, collection.arrived
+            part, collection.training, part.shard_of(collection.memory.tensor), arrived
         )
         self._leaving.append(collection)
 

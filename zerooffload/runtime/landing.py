@@ -126,13 +126,13 @@ class Landing:
             record = home.view(space, chunk)
             if record is not None:
                 (elements,) = home.layout.split(chunk, record).values()
-                _zero_absent(part, home.layout.chunk_range(chunk), elements, training.held)
+                zero_absent(part, part.chunk_span(chunk), elements, training.held)
                 return kernels.square_sums(elements)
         slot = self._ring.acquire(self._waits)
         record = slot.take(home.layout.file_nbytes(chunk))
         self._read(part, training, chunk, record)
         (elements,) = home.layout.split(chunk, record).values()
-        _zero_absent(part, home.layout.chunk_range(chunk), elements, training.held)
+        zero_absent(part, part.chunk_span(chunk), elements, training.held)
         sums = self._host_kernels.square_sums(elements)
         self._ring.release(slot)
         return sums
@@ -168,7 +168,7 @@ class Landing:
                 (old,) = home.layout.split(chunk, view).values()
                 self._add(departure, chunk, old, new, into_old=True)
                 return []
-        span = home.layout.chunk_range(chunk)
+        span = departure.part.chunk_span(chunk)
         if any(held for _, _, held in _overlaps(departure.part, span, departure.held_before)):
             own = slot or self._ring.acquire(self._waits)
             record = own.take(home.layout.file_nbytes(chunk))
@@ -178,7 +178,7 @@ class Landing:
                 self._add(departure, chunk, old, new, into_old=False)
             if slot is None:
                 self._ring.release(own)
-        _zero_absent(departure.part, span, new, departure.training.held)
+        zero_absent(departure.part, span, new, departure.training.held)
         with self._recorder.working(Work.GRADIENT_NORM):
             self._sums[id(departure.part), chunk] = self._host_kernels.square_sums(new)
         write = home.write(chunk, content)
@@ -193,7 +193,7 @@ class Landing:
 
     def _add(self, departure: _Departure, chunk: int, old: torch.Tensor, new: torch.Tensor, *, into_old: bool) -> None:
         """Join `new` and `old` into one of them, parameter by parameter."""
-        span = departure.training.gradient.layout.chunk_range(chunk)
+        span = departure.part.chunk_span(chunk)
         for index, part, held in _overlaps(departure.part, span, departure.held_before):
             source, target = (new[part], old[part]) if into_old else (old[part], new[part])
             if index in departure.arrived and held:
@@ -217,7 +217,7 @@ def _overlaps(
     ]
 
 
-def _zero_absent(part: UnitFlat, span: tuple[int, int], elements: torch.Tensor, held: list[bool]) -> None:
+def zero_absent(part: UnitFlat, span: tuple[int, int], elements: torch.Tensor, held: list[bool]) -> None:
     """Zero what belongs to no held gradient, padding included, so that it adds nothing to the norm."""
     position = 0
     for _, place, is_held in _overlaps(part, span, held):

@@ -16,19 +16,29 @@ from zerooffload.optim.record import EXP_AVG, EXP_AVG_SQ, REMAINDER
 from zerooffload.runtime.gradients import GradientPath, trainable
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
-from zerooffload.runtime.slot_access import SlotAccess
+from zerooffload.runtime.slot_access import SlotAccess, own_piece
+from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.layout import Slot
 from zerooffload.sharding.placeholders import OffloadedGradient
 from zerooffload.sharding.registry import Residence, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
+from zerooffload.tiers import Block
 
 
 class ParamAccess:
     """Units made full for a while, and copies of single parameters' states."""
 
-    def __init__(self, residency: Residency, gradients: GradientPath, resources: Resources, parts: Parts) -> None:
+    def __init__(
+        self,
+        residency: Residency,
+        gradients: GradientPath,
+        collectives: Collectives,
+        resources: Resources,
+        parts: Parts,
+    ) -> None:
         self._residency = residency
         self._gradients = gradients
+        self._collectives = collectives
         self._host = resources.budgets[TierName.HOST]
         self._slots = SlotAccess(resources.ring, parts, residency.settle)
 
@@ -59,20 +69,18 @@ class ParamAccess:
 
     def read_parameter(self, residence: Residence) -> torch.Tensor:
         """A copy of a parameter's values in host memory."""
-        return self._slots.read(residence.part.home, _slot(residence))["param"]
+        return self._read_whole(residence.part, residence.part.home, residence.slot_index)["param"]
 
-    def read_gradient(self, part: UnitFlat, training: TrainingStates, index: int) -> torch.Tensor:
-        """A copy of a parameter's gradient in host memory, as its home holds it."""
-        return self._slots.read(training.gradient, part.flat.layout.slots[index])["grad"]
+    def read_gradient_piece(self, part: UnitFlat, training: TrainingStates, index: int) -> torch.Tensor:
+        """A copy of this rank's piece of a parameter's gradient in host memory, 1D, as its home holds it."""
+        return self._slots.read(part, training.gradient, index)["grad"]
 
     def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
         """Copies of `step` and the parts of a parameter's record, leased from the host's budget while they live."""
         residence, training = _trained(param)
-        slot = _slot(residence)
-        lease = self.lease_copies(
-            sum(part.dtype.itemsize for part in training.optimizer.layout.parts) * slot.param.numel
-        )
-        state = self._slots.read(training.optimizer, slot)
+        parts = training.optimizer.layout.parts
+        lease = self.lease_copies(sum(part.dtype.itemsize for part in parts) * param.numel())
+        state = self._read_whole(residence.part, training.optimizer, residence.slot_index)
         keep_lease(lease, state.values())
         return {"step": torch.tensor(float(training.steps[residence.slot_index])), **state}
 
@@ -86,8 +94,15 @@ class ParamAccess:
                     f"{_slot(residence).param.name}: {name} has shape {tuple(state[name].shape)},"
                     f" expected {tuple(param.shape)}"
                 )
-        self._slots.write(training.optimizer, _slot(residence), {name: state[name] for name in names})
+        pieces = {name: own_piece(residence.part, residence.slot_index, state[name]) for name in names}
+        self._slots.write(residence.part, training.optimizer, residence.slot_index, pieces)
         training.steps[residence.slot_index] = int(state["step"])
+
+    def _read_whole(self, part: UnitFlat, block: Block, index: int) -> dict[str, torch.Tensor]:
+        """A parameter's record joined from all ranks, shaped like the parameter."""
+        pieces = self._collectives.gather_objects(self._slots.read(part, block, index))
+        shape = part.flat.layout.slots[index].param.shape
+        return {item.name: torch.cat([piece[item.name] for piece in pieces]).view(shape) for item in block.layout.parts}
 
     def lease_copies(self, nbytes: int) -> Lease:
         """Host memory for copies that the user gets.
@@ -106,16 +121,16 @@ class ParamAccess:
 
     def _write_back(self, part: UnitFlat, before: list[torch.Tensor]) -> None:
         """Take edited parameters home. Where a bf16 value changed, the remainder belonged to the old one."""
-        for slot, param, old in zip(part.flat.layout.slots, part.flat.params, before, strict=True):
+        for index, (param, old) in enumerate(zip(part.flat.params, before, strict=True)):
             changed = _bits(param) != _bits(old)
             if not bool(changed.any()):
                 continue
             if part.range is not None:
-                self._slots.write(part.home, slot, {"param": param.detach()})
+                self._slots.write(part, part.home, index, {"param": own_piece(part, index, param.detach())})
             if part.training is not None and REMAINDER in part.training.optimizer.layout.parts:
-                record = self._slots.read(part.training.optimizer, slot)
-                remainder = record[REMAINDER.name].masked_fill_(changed.cpu(), 0)
-                self._slots.write(part.training.optimizer, slot, {REMAINDER.name: remainder})
+                record = self._slots.read(part, part.training.optimizer, index)
+                remainder = record[REMAINDER.name].masked_fill_(own_piece(part, index, changed).cpu(), 0)
+                self._slots.write(part, part.training.optimizer, index, {REMAINDER.name: remainder})
 
     @contextmanager
     def _whole_gradients(self, units: list[Unit], *, writeback: bool) -> Iterator[None]:
@@ -139,15 +154,15 @@ class ParamAccess:
     def _show_gradients(self, part: UnitFlat, training: TrainingStates) -> None:
         for index, param in enumerate(part.flat.params):
             if training.held[index] and param.grad is not None:
-                grad = self.read_gradient(part, training, index).mul_(training.grad_factors[index])
+                grad = self._read_whole(part, training.gradient, index)["grad"].mul_(training.grad_factors[index])
                 param.grad = grad.to(param.device)
 
     def _take_gradients(self, part: UnitFlat, training: TrainingStates) -> None:
-        for index, (slot, param) in enumerate(zip(part.flat.layout.slots, part.flat.params, strict=True)):
+        for index, param in enumerate(part.flat.params):
             training.held[index] = param.grad is not None
             training.grad_factors[index] = 1.0
             if param.grad is not None:
-                self._slots.write(training.gradient, slot, {"grad": param.grad.detach()})
+                self._slots.write(part, training.gradient, index, {"grad": own_piece(part, index, param.grad.detach())})
         self._gradients.changed(part)
 
 

@@ -161,7 +161,8 @@ class Residency:
         unit.state.to(ShardState.GATHERING)
         for part in unit.moving_parts:
             if part.range is not None:
-                self._collectives.all_gather(part.range.tensor)
+                layout = part.flat.layout
+                self._collectives.all_gather(part.range.tensor[: layout.nbytes].view(layout.dtype))
         unit.state.to(ShardState.FULL)
         self._full[unit] = None
         for part in unit.moving_parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,14 +32,20 @@ class Parts:
 
 
 def limits_of(config: OffloadConfig, accelerator: Accelerator) -> Limits:
-    """The user's bounds; without one, three quarters of what is available now (of the nvme paths, all)."""
-    host = config.host_memory if config.host_memory is not None else int(_DEFAULT_PART * available_host_bytes())
+    """The user's bounds; without one, three quarters of what is available now (of the nvme paths, all).
+
+    The ranks of one machine (LOCAL_WORLD_SIZE, as torchrun sets it) share what is available.
+    """
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    host = config.host_memory
+    if host is None:
+        host = int(_DEFAULT_PART * available_host_bytes()) // sharing
     device = config.device_memory
     if device is None:
         device = host if accelerator.shares_host_memory else int(_DEFAULT_PART * accelerator.available_bytes())
     nvme = config.nvme_space
     if nvme is None:
-        nvme = _free_space(config)
+        nvme = _free_space(config) // sharing
     return Limits(device, host, nvme, accelerator.shares_host_memory)
 
 
@@ -62,7 +69,7 @@ class Resources:
     """
 
     def __init__(
-        self, plan: AnnouncedPlan, config: OffloadConfig, parts: Parts, open_engine: Callable[[], Engine]
+        self, plan: AnnouncedPlan, config: OffloadConfig, parts: Parts, open_engine: Callable[[], Engine], rank: int
     ) -> None:
         self._plan = plan
         limits = plan.limits
@@ -77,7 +84,7 @@ class Resources:
             self.tiers[TierName.DEVICE] = device_tier(device, parts.accelerator, parts.transfers)
             self.tiers[TierName.HOST] = host_tier(host, parts.accelerator, parts.transfers)
             if plan.planned_bytes(TierName.NVME):
-                self.tiers[TierName.NVME] = NvmeTier(config.nvme_paths, nvme, open_engine(), parts.recorder)
+                self.tiers[TierName.NVME] = NvmeTier(config.nvme_paths, rank, nvme, open_engine(), parts.recorder)
             placement = plan.placement
             self.ring = self._make_ring("staging ring", NUM_STAGING_SLOTS, placement.slot_nbytes, parts)
             self.gradient_ring = self._make_ring(

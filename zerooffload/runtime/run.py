@@ -16,7 +16,7 @@ from zerooffload.optim.kernels import Kernels
 from zerooffload.optim.scalars import AdamWSettings
 from zerooffload.optim.stream import StreamedUpdate
 from zerooffload.planner.admission import AnnouncedPlan
-from zerooffload.runtime.clipping import Chosen, clip_factor, scale, total_norm
+from zerooffload.runtime.clipping import Chosen, clip_factor, norm_sum, scale, total_norm
 from zerooffload.runtime.fetch import Fetcher
 from zerooffload.runtime.gradients import GradientPath, trainable
 from zerooffload.runtime.hook_points import HookPoint
@@ -26,7 +26,7 @@ from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
 from zerooffload.runtime.schedule import Schedule
 from zerooffload.runtime.update import PlannedUpdate
-from zerooffload.sharding.collectives import SingleRank
+from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.registry import forget, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
 from zerooffload.telemetry import StepReport, Wait, Work, process_peak_bytes
@@ -52,6 +52,7 @@ class Run:
         resources: Resources,
         parts: Parts,
         kernels: tuple[Kernels, Kernels],
+        collectives: Collectives,
         baseline_bytes: int,
     ) -> None:
         self.units = tuple(units)
@@ -59,12 +60,13 @@ class Run:
         self._points = tuple(points)
         self._resources = resources
         self._parts = parts
+        self._collectives = collectives
         self._failure: BaseException | None = None
         self._is_closed = False
         self._handles: list[RemovableHandle] = []
         self._at_close: list[Callable[[], None]] = []
         fetcher = Fetcher(parts.accelerator, parts.transfers, resources.ring, parts.waits)
-        self._residency = Residency(plan.window_nbytes, fetcher, SingleRank(), parts.accelerator)
+        self._residency = Residency(plan.window_nbytes, fetcher, collectives, parts.accelerator)
         self._landing = Landing(
             shares_host_memory=parts.accelerator.shares_host_memory,
             host_kernels=kernels[0],
@@ -74,11 +76,11 @@ class Run:
             waits=parts.waits,
             recorder=parts.recorder,
         )
-        self._gradients = GradientPath(plan.collection_nbytes, self._landing, parts.waits, parts.recorder)
+        self._gradients = GradientPath(plan.collection_nbytes, self._landing, collectives, self.units, parts)
         self._schedule = Schedule(self._points, self._residency, self._gradients, self._check_usable)
         by_space = {Space.HOST: kernels[0], Space.DEVICE: kernels[1]}
         self._stream = StreamedUpdate(by_space, resources.ring, parts.waits, parts.recorder)
-        self.access = ParamAccess(self._residency, self._gradients, resources, parts)
+        self.access = ParamAccess(self._residency, self._gradients, collectives, resources, parts)
         self._baseline_bytes = baseline_bytes
         self._num_steps = 0
         self._step_began = time.perf_counter()
@@ -144,7 +146,8 @@ class Run:
         chosen = self._choose(params)
         self._gradients.drain()
         with self._parts.recorder.working(Work.GRADIENT_NORM):
-            norm = total_norm(chosen, norm_type, self._landing.square_sums, self.access.read_gradient)
+            mine = norm_sum(chosen, norm_type, self._landing.square_sums, self.access.read_gradient_piece)
+            norm = total_norm(self._collectives.gather_objects(mine), norm_type)
         result = torch.tensor(norm, dtype=torch.float32, device=self._parts.accelerator.device)
         if error_if_nonfinite and not bool(result.isfinite()):
             raise RuntimeError(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from zerooffload.runtime.resources import Parts
-from zerooffload.sharding.layout import Slot
+from zerooffload.sharding.unit import UnitFlat
 from zerooffload.telemetry import Wait
 from zerooffload.tiers import Block, Space, StagingRing
 
@@ -29,21 +29,23 @@ class SlotAccess:
         self._parts = parts
         self._wait_for_room = wait_for_room
 
-    def read(self, block: Block, slot: Slot) -> dict[str, torch.Tensor]:
-        """The parts of a parameter's record: host tensors of the parameter's shape."""
-        out = {part.name: torch.empty(slot.param.numel, dtype=part.dtype) for part in block.layout.parts}
-        for chunk, here, there in _pieces(block, slot):
+    def read(self, part: UnitFlat, block: Block, index: int) -> dict[str, torch.Tensor]:
+        """The piece of a parameter's record that is this rank's: host tensors, 1D."""
+        low, high = _own_range(part, index)
+        out = {item.name: torch.empty(high - low, dtype=item.dtype) for item in block.layout.parts}
+        for chunk, here, there in _by_chunk(part, block, low, high):
             with self.record(block, chunk, update=False) as views:
                 for name, view in views.items():
                     out[name][there].copy_(view[here])
-        return {name: value.view(slot.param.shape) for name, value in out.items()}
+        return out
 
-    def write(self, block: Block, slot: Slot, values: Views) -> None:
-        """Set the parts of a parameter's record that `values` names."""
-        for chunk, here, there in _pieces(block, slot):
+    def write(self, part: UnitFlat, block: Block, index: int, pieces: Views) -> None:
+        """Set the parts of a parameter's record that `pieces`, this rank's of them, 1D, names."""
+        low, high = _own_range(part, index)
+        for chunk, here, there in _by_chunk(part, block, low, high):
             with self.record(block, chunk, update=True) as views:
-                for name, value in values.items():
-                    views[name][here].copy_(value.reshape(-1)[there])
+                for name, piece in pieces.items():
+                    views[name][here].copy_(piece[there])
 
     @contextmanager
     def record(self, block: Block, chunk: int, *, update: bool) -> Iterator[dict[str, torch.Tensor]]:
@@ -71,12 +73,26 @@ class SlotAccess:
             self._ring.release(slot, in_flight)
 
 
-def _pieces(block: Block, slot: Slot) -> Iterator[tuple[int, slice, slice]]:
-    """A parameter cut by chunks: chunk, place in the chunk, place in the parameter."""
-    layout = block.layout
-    if slot.start == slot.stop:
+def own_piece(part: UnitFlat, index: int, whole: torch.Tensor) -> torch.Tensor:
+    """The piece, 1D, of something shaped like a parameter, that is this rank's."""
+    low, high = _own_range(part, index)
+    start = part.flat.layout.slots[index].start
+    return whole.reshape(-1)[low - start : high - start]
+
+
+def _own_range(part: UnitFlat, index: int) -> tuple[int, int]:
+    """The elements of the flat buffer that are both a parameter's and this rank's."""
+    slot, layout = part.flat.layout.slots[index], part.flat.layout
+    low = max(slot.start, part.shard_start)
+    return low, max(low, min(slot.stop, part.shard_start + layout.shard_numel))
+
+
+def _by_chunk(part: UnitFlat, block: Block, low: int, high: int) -> Iterator[tuple[int, slice, slice]]:
+    """Elements `[low, high)` of the flat buffer cut by chunks: chunk, place in the chunk, place counted from `low`."""
+    if low == high:
         return
-    for chunk in range(slot.start // layout.chunk_numel, (slot.stop - 1) // layout.chunk_numel + 1):
-        start, stop = layout.chunk_range(chunk)
-        low, high = max(slot.start, start), min(slot.stop, stop)
-        yield chunk, slice(low - start, high - start), slice(low - slot.start, high - slot.start)
+    chunk_numel = block.layout.chunk_numel
+    for chunk in range((low - part.shard_start) // chunk_numel, (high - 1 - part.shard_start) // chunk_numel + 1):
+        start, stop = part.chunk_span(chunk)
+        first, last = max(low, start), min(high, stop)
+        yield chunk, slice(first - start, last - start), slice(first - low, last - low)

@@ -66,6 +66,6 @@ def _chunk_updates(
     ]
     layout = part.home.layout
     for chunk in range(layout.num_chunks):
-        in_chunk = cut(spans, *layout.chunk_range(chunk))
+        in_chunk = cut(spans, *part.chunk_span(chunk))
         if in_chunk:
             yield ChunkUpdate(part.home, training.optimizer, training.gradient, chunk, in_chunk)

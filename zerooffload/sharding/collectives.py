@@ -1,14 +1,32 @@
-"""Joining shards into whole buffers, and whole gradients into shards."""
+"""Joining shards into whole buffers, whole gradients into shards, and what ranks must agree on.
+
+[Note: one order of collectives]
+Every rank starts the same collectives in the same order, decided by the order of the model and by budgets that all
+ranks agreed on, never by timing or by which gradient came first. Only the thread that runs the hooks starts them.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
+import psutil
 import torch
+import torch.distributed as dist
+
+from zerooffload.errors import RankError
+from zerooffload.telemetry import Link, Recorder
+
+T = TypeVar("T")
+
+# torch 2.13 gave both a new name, and warns about the old one.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Collectives(Protocol):
-    """The collectives that a unit needs. Buffers are 1D and of one dtype."""
+    """What the ranks of a run do together. Buffers are 1D and of one dtype."""
 
     world_size: int
     rank: int
@@ -18,6 +36,12 @@ class Collectives(Protocol):
 
     def reduce_scatter(self, full: torch.Tensor) -> torch.Tensor:
         """The mean over the ranks of this rank's shard of `full`, as a view `[shard_numel]` of it."""
+
+    def gather_objects(self, value: T) -> list[T]:
+        """The small values of all ranks, in rank order."""
+
+    def report_to(self, recorder: Recorder) -> None:
+        """Count the bytes that come over the links from now on."""
 
 
 class SingleRank:
@@ -32,3 +56,103 @@ class SingleRank:
     def reduce_scatter(self, full: torch.Tensor) -> torch.Tensor:
         """Nothing to add."""
         return full
+
+    def gather_objects(self, value: T) -> list[T]:
+        """The one."""
+        return [value]
+
+    def report_to(self, recorder: Recorder) -> None:
+        """No link."""
+
+
+class GroupCollectives:
+    """Collectives over a torch.distributed process group.
+
+    Small values go over a gloo group of the same ranks, so that they need no device.
+
+    Raises
+    ------
+    RankError
+        From every method, if another rank is gone.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.world_size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self._recorder = Recorder()
+        if dist.get_backend(group) == "gloo":
+            self._cpu_group = group
+        else:
+            self._cpu_group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+        self._members: list[tuple[str, int]] = []
+        self._members = self.gather_objects((platform.node(), psutil.Process().pid))
+
+    def all_gather(self, full: torch.Tensor) -> None:
+        """See `Collectives`."""
+        shard = full.chunk(self.world_size)[self.rank]
+        self._do("all-gather", lambda: _all_gather_single(full, shard, group=self._group))
+        self._recorder.moved(Link.GATHERED, full.nbytes - shard.nbytes)
+
+    def reduce_scatter(self, full: torch.Tensor) -> torch.Tensor:
+        """See `Collectives`. The sum is divided once, in the buffer's dtype."""
+        shard = full.chunk(self.world_size)[self.rank]
+        self._do("reduce-scatter", lambda: _reduce_scatter_single(shard, full, group=self._group))
+        self._recorder.moved(Link.REDUCED, full.nbytes - shard.nbytes)
+        return shard.div_(self.world_size)
+
+    def gather_objects(self, value: T) -> list[T]:
+        """See `Collectives`."""
+        values: list[Any] = [None] * self.world_size
+        self._do("exchange of values", lambda: dist.all_gather_object(values, value, group=self._cpu_group))
+        return values
+
+    def report_to(self, recorder: Recorder) -> None:
+        """See `Collectives`."""
+        self._recorder = recorder
+
+    def _do(self, what: str, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            raise RankError(f"{what} failed on rank {self.rank}: {self._who_is_gone()} ({error})") from error
+
+    def _who_is_gone(self) -> str:
+        host = platform.node()
+        gone = [rank for rank, (name, pid) in enumerate(self._members) if name == host and not _lives(pid)]
+        if gone:
+            return f"rank {', '.join(map(str, gone))} is gone"
+        others = sorted({name for name, _ in self._members if name != host})
+        return f"a rank does not answer; none of this host's is gone{f', see {others}' if others else ''}"
+
+
+def agree(collectives: Collectives, work: Callable[[], T], what: str) -> T:
+    """Do `work` on every rank, or fail on every rank: one that failed alone would leave the others waiting.
+
+    Raises
+    ------
+    RankError
+        If it failed on another rank only.
+    """
+    error: Exception | None = None
+    result: list[T] = []
+    try:
+        result.append(work())
+    except Exception as failure:  # noqa: BLE001 - raised below, once the others know
+        error = failure
+    texts: Sequence[str | None] = collectives.gather_objects(
+        None if error is None else f"{type(error).__name__}: {error}"
+    )
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+    if failed:
+        raise RankError(f"{what} failed on another rank: " + "; ".join(failed))
+    return result[0]
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -3,7 +3,8 @@
 [Note: flat buffers]
 A unit's parameters of one dtype and one `requires_grad` lie in one flat buffer, each starting on 64 bytes (a cache
 line, and the alignment that vector code likes), in the order in which the model names them. The buffer is padded so
-that every rank's shard is of one length and starts on 64 bytes too. Padding is zero, and an update leaves it zero.
+that every rank's shard is of one length, and with several ranks starts on 4096 bytes. Padding is zero, and an update
+leaves it zero.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch
 from zerooffload.formats import round_up
 
 SLOT_ALIGNMENT_BYTES = 64
+SHARD_ALIGNMENT_BYTES = 4096
+"""Of shards of several ranks: direct I/O goes straight into a shard's place in the whole buffer."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,13 @@ class FlatLayout:
     def shard_numel(self) -> int:
         """Elements of a rank's shard."""
         used = self.slots[-1].stop if self.slots else 0
-        alignment = slot_alignment_numel(self.dtype)
-        return round_up(-(-used // self.world_size), alignment)
+        alignment_bytes = SHARD_ALIGNMENT_BYTES if self.world_size > 1 else SLOT_ALIGNMENT_BYTES
+        return round_up(-(-used // self.world_size), max(1, alignment_bytes // self.dtype.itemsize))
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of a rank's shard."""
+        return self.shard_numel * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:

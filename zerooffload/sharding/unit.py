@@ -63,6 +63,26 @@ class UnitFlat:
     training: TrainingStates | None
     range: DeviceRange | None
     collection: DeviceRange | None
+    rank: int
+
+    @property
+    def shard_start(self) -> int:
+        """The element of the flat buffer at which this rank's shard, and so the first chunk, starts."""
+        return self.rank * self.flat.layout.shard_numel
+
+    def chunk_span(self, chunk: int) -> tuple[int, int]:
+        """The elements of the flat buffer that lie in a chunk of this rank's shard."""
+        start, stop = self.home.layout.chunk_range(chunk)
+        return self.shard_start + start, self.shard_start + stop
+
+    def shard_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The part of memory for the whole buffer, uint8 1D, that is this rank's."""
+        start = self.rank * self.flat.layout.shard_nbytes
+        return (
+            memory[start:]
+            if self.flat.layout.world_size == 1
+            else memory[start : start + self.flat.layout.shard_nbytes]
+        )
 
     def show_at_home(self) -> None:
         """Let the parameters show what they are when nothing moves: values if the home can be used, else nothing."""

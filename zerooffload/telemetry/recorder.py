@@ -17,6 +17,8 @@ class Link(StrEnum):
     NVME_WRITTEN = "nvme_written"
     COPY_IN = "copy_in"
     COPY_OUT = "copy_out"
+    GATHERED = "gathered"
+    REDUCED = "reduced"
 
 
 class Work(StrEnum):

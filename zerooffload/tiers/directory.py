@@ -12,7 +12,7 @@ from zerooffload.errors import ConfigError, TierIOError
 
 
 class RunDirectory:
-    """`<user's path>/zerooffload/rank-00000`, mode 0700, locked while it is open.
+    """`<user's path>/zerooffload/rank-<rank>`, mode 0700, locked while it is open.
 
     The lock is the kernel's (flock), so a run that was killed leaves none behind. The file's text, the owner's process
     id and host, is for messages.
@@ -23,11 +23,11 @@ class RunDirectory:
         If the user's path is no folder, cannot be written to, or another run holds the directory.
     """
 
-    def __init__(self, user_path: Path) -> None:
+    def __init__(self, user_path: Path, rank: int = 0) -> None:
         if not user_path.is_dir():
             raise ConfigError(f"nvme path {user_path} is not a folder: create it, or name one on the drive")
         self._parent = user_path / "zerooffload"
-        self.path = self._parent / "rank-00000"
+        self.path = self._parent / f"rank-{rank:05d}"
         self._lock_path = self.path / "lock"
         try:
             self._parent.mkdir(mode=0o700, exist_ok=True)

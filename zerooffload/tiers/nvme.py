@@ -49,6 +49,8 @@ class NvmeTier:
     ----------
     paths : tuple[pathlib.Path, ...]
         Folders of the user.
+    rank : int
+        Each rank has a directory of its own.
 
     Raises
     ------
@@ -56,7 +58,7 @@ class NvmeTier:
         If a path is missing, not writable, or in use by another run.
     """
 
-    def __init__(self, paths: tuple[Path, ...], budget: Budget, engine: Engine, recorder: Recorder) -> None:
+    def __init__(self, paths: tuple[Path, ...], rank: int, budget: Budget, engine: Engine, recorder: Recorder) -> None:
         self.name = TierName.NVME
         self.budget = budget
         self.engine = engine
@@ -67,7 +69,7 @@ class NvmeTier:
         self._leases: list[Lease] = []
         try:
             for path in paths:
-                directory = RunDirectory(path)
+                directory = RunDirectory(path, rank)
                 self._directories.append(directory)
                 self._files.append(create_file(directory.path / "states.bin"))
         except BaseException:
