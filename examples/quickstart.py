@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from pydoc_data.topics import topics
 
+from zerooffload import ZeroOffloadError
 from zerooffload.cli import main
 from zerooffload.integrations.huggingface import prepare_smollm2
 from zerooffload.train.recipe import cache_folder
@@ -30,7 +31,10 @@ model = args.model
 if model is None:
     folder = args.out or args.work / "SmolLM2-135M-Instruct"
     print(f"model: {folder}")
-    model = prepare_smollm2(folder)
+    try:
+        model = prepare_smollm2(folder)
+    except ZeroOffloadError as error:
+        raise SystemExit(f"error: {error}") from error
 if args.prepare_only:
     raise SystemExit
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from zerooffload import native
 from zerooffload.aio.api import Engine
 from zerooffload.errors import ConfigError
-
-_log = logging.getLogger("zerooffload")
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,6 @@ def choose_engine(name: str = "auto") -> ChosenEngine:
     why = f"no native module: {native.why_unavailable}"
     if name == "threads":
         raise ConfigError(f"the I/O engine 'threads' was forced, but cannot work: {why}. Use 'auto' or 'aiofiles'.")
-    _log.warning("I/O engine aiofiles in plain Python, which is slower (%s)", why)
     return _aiofiles(why)
 
 

@@ -24,7 +24,7 @@ def create_file(path: Path) -> OpenFile:
     TierIOError
         If the file cannot be created.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         fd, direct = _open_direct(path, flags)
     except OSError as error:

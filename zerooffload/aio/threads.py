@@ -20,9 +20,12 @@ class ThreadsTicket:
         self._file = file
         self._buffer = buffer
         self._finished = False
+        self._failure: TierIOError | None = None
 
     def wait(self) -> None:
         """Block, without the interpreter lock; raise `TierIOError` for anything but a whole transfer."""
+        if self._failure is not None:
+            raise self._failure
         if self._finished:
             return
         try:
@@ -31,14 +34,15 @@ class ThreadsTicket:
             self._finished = True
         except _native.IoFailure as failure:
             self._finished = True
-            raise TierIOError(
+            self._failure = TierIOError(
                 failure.op,
                 self._file.path,
                 failure.errno,
                 offset_bytes=failure.offset,
                 length_bytes=failure.length,
                 transferred_bytes=failure.transferred,
-            ) from None
+            )
+            raise self._failure from None
 
     def done(self) -> bool:
         """Ask without blocking."""
@@ -60,17 +64,25 @@ class ThreadsEngine:
         if _native is None:
             raise InternalError("the threads engine needs the native module")
         self._engine = _native.ThreadEngine(num_threads)
+        self._is_closed = False
 
     def submit_read(self, file: OpenFile, offset_bytes: int, target: torch.Tensor) -> ThreadsTicket:
         """See `Engine`."""
+        self._check_open()
         number = self._engine.submit_read(file.fd, offset_bytes, target.data_ptr(), target.numel())
         return ThreadsTicket(self._engine, number, file, target)
 
     def submit_write(self, file: OpenFile, offset_bytes: int, source: torch.Tensor) -> ThreadsTicket:
         """See `Engine`."""
+        self._check_open()
         number = self._engine.submit_write(file.fd, offset_bytes, source.data_ptr(), source.numel())
         return ThreadsTicket(self._engine, number, file, source)
 
     def close(self) -> None:
         """See `Engine`."""
+        self._is_closed = True
         self._engine.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InternalError("the threads engine is closed")

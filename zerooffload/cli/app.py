@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
 
-import click
 import typer
 
 from zerooffload import __version__
@@ -26,33 +26,29 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-_debug = False
-"""--debug: show tracebacks. Set by the callback, read by `main`, both once in a process."""
-
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command line (the process's own by default) and exit: 0, 2 for a user's error, 130 for Ctrl-C."""
     logging.basicConfig(format="zerooffload: %(message)s", level=logging.WARNING)
-    sys.exit(_run(arguments))
+    app(args=None if arguments is None else list(arguments), prog_name="zerooffload")
+    sys.exit(0)
 
 
-def _run(arguments: Sequence[str] | None) -> int:
+@contextmanager
+def _ends_for_users(context: typer.Context) -> Iterator[None]:
+    """What a user did ends in a message and an exit code; a bug of ours, or with --debug any error, in a traceback."""
     try:
-        code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
-    except click.exceptions.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (KeyboardInterrupt, click.exceptions.Abort):
+        yield
+    except KeyboardInterrupt:
         print("interrupted: ended cleanly, nothing of the run is left on the nvme tier", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        raise typer.Exit(EXIT_INTERRUPTED) from None
     except InternalError:
         raise
     except ZeroOffloadError as error:
-        if _debug:
+        if context.find_root().params["debug"]:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    return code if isinstance(code, int) else 0
+        raise typer.Exit(EXIT_USER_ERROR) from None
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it
@@ -65,16 +61,16 @@ def _print_version(wanted: bool) -> None:  # noqa: FBT001 - typer calls it
 def _options(
     *,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
-    version: Annotated[  # noqa: ARG001 - the callback does it
+    version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    global _debug  # noqa: PLW0603 - see there
-    _debug = debug
+    """Options before the command; they are read from the context."""
 
 
 @app.command()
 def train(
+    context: typer.Context,
     recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="FILE.toml")],
     *,
     set_: Annotated[
@@ -86,11 +82,13 @@ def train(
     """Fine-tune a causal language model as a recipe says."""
     from zerooffload.cli.train import train_by_recipe  # noqa: PLC0415 - imports torch
 
-    train_by_recipe(recipe, set_ or [], report)
+    with _ends_for_users(context):
+        train_by_recipe(recipe, set_ or [], report)
 
 
 @app.command()
 def doctor(
+    context: typer.Context,
     *,
     path: Annotated[
         list[Path] | None,
@@ -101,5 +99,7 @@ def doctor(
     """Tell what this machine offers, what is in use and why, and what to do about it."""
     from zerooffload.cli.doctor import print_findings  # noqa: PLC0415 - imports torch
 
-    if print_findings(path or [], as_json=json):
+    with _ends_for_users(context):
+        has_problem = print_findings(path or [], as_json=json)
+    if has_problem:
         raise typer.Exit(EXIT_FOUND_PROBLEM)

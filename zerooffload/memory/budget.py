@@ -28,7 +28,8 @@ class Budget:
         self.name = name
         self.limit_bytes = limit_bytes
         self._parent = parent
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may release a lease in the middle of any of these methods.
+        self._lock = threading.RLock()
         self._holders: Counter[str] = Counter()
         self._leased_bytes = 0
         self._peak_bytes = 0

@@ -27,6 +27,9 @@ class OptimizerRun(Protocol):
     def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
         """Copies of a parameter's optimizer state, shaped like it."""
 
+    def forget_optimizer_state(self, param: nn.Parameter) -> None:
+        """Let a parameter's optimizer state be that of one that never stepped."""
+
     def write_optimizer_state(self, param: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
         """Replace a parameter's optimizer state."""
 
@@ -87,6 +90,8 @@ class AdamW(torch.optim.Optimizer):
             self._run = residence.run
         elif self._run is not residence.run:
             raise ConfigError("one optimizer got parameters of two offloaded models: make one optimizer for each")
+        # An earlier optimizer's states are not this one's.
+        residence.run.forget_optimizer_state(param)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -145,11 +150,22 @@ class AdamW(torch.optim.Optimizer):
         ConfigError
             If its groups or shapes are not those of this optimizer.
         """
-        params = [param for group in self.param_groups for param in group["params"]]
-        states = {params[index]: entry for index, entry in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": {}})
-        for param, entry in states.items():
-            if self._run is not None:
+        for group in state_dict["param_groups"]:
+            if group.get("amsgrad"):
+                raise ConfigError("the state is of AdamW with amsgrad=True, which zo.AdamW does not do")
+        try:
+            super().load_state_dict({**state_dict, "state": {}})
+        except ValueError as error:
+            raise ConfigError(f"the state is of another optimizer: {error}") from error
+        if self._run is None:
+            return
+        params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            entry = state_dict["state"].get(number)
+            if entry is None:
+                self._run.forget_optimizer_state(param)
+            else:
                 self._run.write_optimizer_state(param, entry)
 
 

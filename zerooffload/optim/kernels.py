@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from typing import Protocol
@@ -13,8 +12,6 @@ from zerooffload import native
 from zerooffload.optim import reference
 from zerooffload.optim.record import EXP_AVG, EXP_AVG_SQ, REMAINDER
 from zerooffload.optim.scalars import AdamWScalars
-
-_log = logging.getLogger("zerooffload")
 
 
 class Kernels(Protocol):
@@ -114,10 +111,9 @@ class NativeKernels:
 
 
 def host_kernels(num_threads: int | None = None) -> Kernels:
-    """Kernels for host memory: native ones where the module is there, else torch's, with one message."""
+    """Kernels for host memory: native ones where the module is there, else torch's."""
     if native.available:
         return NativeKernels(num_threads or usable_cores())
-    _log.warning("optimizer kernel in torch operations, which is slower (%s)", native.why_unavailable)
     return TorchKernels()
 
 

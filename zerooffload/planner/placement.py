@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 
 from zerooffload.accelerator import host_buffer_nbytes
 from zerooffload.config import HomeTier, TierChoice, TierName
+from zerooffload.errors import ConfigError
 from zerooffload.formats import round_up
 from zerooffload.optim.record import optimizer_parts
 from zerooffload.sharding.layout import FlatLayout
@@ -169,8 +170,9 @@ def place(units: Sequence[UnitLayout], choices: TierChoices, reach: Reach) -> Pl
     Raises
     ------
     ConfigError
-        If trainable parameters have a dtype that cannot be trained.
+        If trainable parameters have a dtype that cannot be trained, or a pattern of unit names matches none.
     """
+    _check_patterns(choices, [unit.name for unit in units])
     longest = max((flat.shard_numel for unit in units for flat in unit.flats), default=0)
     chunk_numel = min(CHUNK_NUMEL, round_up(max(longest, 1), CHUNK_ALIGNMENT_NUMEL))
     placed = tuple(
@@ -202,6 +204,13 @@ def home_tier(choice: TierChoice, unit_name: str) -> TierName:
     else:
         tier = choice
     return TierName.HOST if tier == "auto" else TierName(tier)
+
+
+def _check_patterns(choices: TierChoices, names: Sequence[str]) -> None:
+    for choice in (choices.params, choices.optimizer, choices.gradients):
+        for pattern in choice if isinstance(choice, dict) else ():
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(f"home tier for {pattern!r}: no unit has such a name; units are {', '.join(names)}")
 
 
 def _place_flat(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from zerooffload import native
 from zerooffload.accelerator import Accelerator
 from zerooffload.aio import Engine, choose_engine
 from zerooffload.config import OffloadConfig
@@ -29,6 +31,8 @@ from zerooffload.sharding.unit import Unit, UnitFlat, new_training_states
 from zerooffload.telemetry import Waits, process_resident_bytes
 from zerooffload.telemetry.recorder import CountingRecorder
 from zerooffload.tiers import Transfers
+
+_log = logging.getLogger("zerooffload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,12 @@ class Environment:
 
 
 def environment(config: OffloadConfig, accelerator: Accelerator, collectives: Collectives) -> Environment:
-    """The real one."""
+    """The real one; tells, once, if it must do without the native module."""
+    if not native.available:
+        _log.warning(
+            "no native module (%s): torch operations and plain Python take its place, with the same numbers but slower",
+            native.why_unavailable,
+        )
     return Environment(
         accelerator=accelerator,
         open_engine=lambda: choose_engine(config.io_engine).engine,

@@ -75,7 +75,8 @@ def total_norm(parts: Sequence[float], norm_type: float) -> float:
 def clip_factor(norm: float, max_norm: float) -> float:
     """Torch's factor, `min(1, max_norm / (norm + 1e-6))`, in double and rounded once to fp32."""
     ratio = max_norm / (norm + 1e-6)
-    return float(np.float32(min(1.0, ratio)))
+    # In this order of arguments a NaN stays: as in torch, a NaN norm makes every gradient NaN.
+    return float(np.float32(min(ratio, 1.0)))
 
 
 def scale(chosen: Sequence[Chosen], factor: float) -> None:

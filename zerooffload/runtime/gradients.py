@@ -18,9 +18,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
+from torch import nn
 
 from zerooffload.accelerator import DeviceRange
-from zerooffload.errors import BudgetError, InternalError
+from zerooffload.errors import BudgetError, ConfigError, InternalError
 from zerooffload.formats import format_bytes
 from zerooffload.runtime.landing import Landing, zero_absent
 from zerooffload.runtime.resources import Parts
@@ -95,6 +96,7 @@ class GradientPath:
         self._open: dict[int, _Collection] = {}
         self._leaving: deque[_Collection] = deque()
         self._begun: dict[Unit, None] = {}
+        self._left_by_abandoned: list[nn.Parameter] = []
 
     def begin(self, unit: Unit) -> None:
         """Backward reaches `unit`: make `grad` fit to be accumulated into, once in each backward."""
@@ -145,6 +147,39 @@ class GradientPath:
         self._begun.clear()
         self._landing.finish()
 
+    def abandon_backward(self) -> None:
+        """A backward raised: drop what was gathering, and remember which gradients it left."""
+        self._landing.finish()
+        for collection in self._open.values():
+            collection.memory.empty()
+            self._free_nbytes += collection.memory.nbytes
+        self._open.clear()
+        if self._order is not None:
+            self._order = ReductionOrder(self._units)
+        for unit in self._begun:
+            for part, training in trainable(unit):
+                for index, param in enumerate(part.flat.params):
+                    if param.grad is None:
+                        # Cleared for autograd, or since then by the user: either way there is none.
+                        training.held[index] = False
+                    else:
+                        self._left_by_abandoned.append(param)
+        self._begun.clear()
+
+    def check_whole(self) -> None:
+        """See that no gradients of an abandoned backward are left.
+
+        Raises
+        ------
+        ConfigError
+            If some are: those of other parameters are missing, and those accumulated before may be gone.
+        """
+        if any(param.grad is not None for param in self._left_by_abandoned):
+            raise ConfigError(
+                "the last backward raised and left gradients of a part of the model: call zero_grad() first"
+            )
+        self._left_by_abandoned.clear()
+
     def drain(self) -> None:
         """Wait until every gradient is home."""
         self._landing.drain()
@@ -160,6 +195,7 @@ class GradientPath:
         if part.training is not None:
             part.training.held[index] = False
             part.training.grad_factors[index] = 1.0
+            self._landing.forget_sums(part)
 
     def _add_at_home(
         self, part: UnitFlat, training: TrainingStates, index: int, grad: torch.Tensor, home: torch.Tensor

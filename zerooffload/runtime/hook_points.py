@@ -64,6 +64,10 @@ class HookPoint:
             ),
         ]
 
+    def forget_inputs(self) -> None:
+        """Drop what calls that never ended have left."""
+        self._inputs.clear()
+
     def _before(self, moments: Moments, args: Any, kwargs: Any) -> tuple[Any, Any]:
         moments.pre_forward(self)
         args, kwargs, inputs = own_views_of_inputs(args, kwargs)

@@ -2,9 +2,9 @@
 
 [Note: the same random numbers]
 A module's constructor draws its values from torch's generator, in the order in which modules are made. Materializing
-calls `reset_parameters` in that order, so the same seed gives what building the model in memory would have given. A Hugging
-Face model initialises a second time when its constructor ends, children before parents (`_init_weights`): the first
-draws are made and thrown away, because the second ones continue the generator's sequence.
+calls `reset_parameters` in that order, so the same seed gives what building the model in memory would have given. A
+Hugging Face model initialises a second time when its constructor ends, children before parents (`_init_weights`): the
+first draws are made and thrown away, because the second ones continue the generator's sequence.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -21,14 +21,16 @@ from zerooffload.runtime.run import Run
 from zerooffload.sharding.registry import Residence, residence_of
 from zerooffload.sharding.unit import Unit
 
-_GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__")
+_GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__", "load_state_dict")
 
 
 def make_ordinary_calls_right(model: nn.Module, run: Run) -> None:
     """Put the guards and hooks on `model` and its parts, until the run is closed."""
     # The guards live on the modules, and the run undoes them: neither may keep the other alive through this.
     guarded = []
+    run_moves = run.moves
     copies = WeakIdKeyDictionary()
+    loading: list[AbstractContextManager[None]] = []
     for module in model.modules():
         if not any(residence_of(param) is not None for param in module.parameters()):
             continue
@@ -39,18 +41,24 @@ def make_ordinary_calls_right(model: nn.Module, run: Run) -> None:
         module.__dict__["__reduce_ex__"] = _refusal(
             "pickling (torch.save of the module)", "save model.state_dict() instead"
         )
+        module.__dict__["load_state_dict"] = _loading_to_the_end(module, loading)
         guarded.append(weakref.ref(module))
         if any(residence_of(param) is not None for param in module.parameters(recurse=False)):
-            _hook_state_dict(module, run, copies)
-    run.at_close(lambda: _remove_guards(guarded))
+            _hook_state_dict(module, run, copies, loading)
+    run.at_close(lambda: _end_guards(guarded, values_are_gone=run_moves))
 
 
-def _remove_guards(guarded: list[weakref.ref[nn.Module]]) -> None:
+def _end_guards(guarded: list[weakref.ref[nn.Module]], *, values_are_gone: bool) -> None:
+    """After the run: an ordinary model again, or one whose values nobody may take for real."""
     for ref in guarded:
         module = ref()
-        if module is not None:
-            for name in _GUARDED:
-                module.__dict__.pop(name, None)
+        if module is None:
+            continue
+        if values_are_gone:
+            module.register_state_dict_pre_hook(_refusal("state_dict", "its run was ended by zo.close(model)"))
+            continue
+        for name in _GUARDED:
+            module.__dict__.pop(name, None)
 
 
 def _refusal(what: str, instead: str) -> Callable[..., NoReturn]:
@@ -89,8 +97,28 @@ def _guarded_apply(module: nn.Module) -> Callable[..., nn.Module]:
     return apply
 
 
-def _hook_state_dict(module: nn.Module, run: Run, copies: WeakIdKeyDictionary) -> None:
-    loading: list[AbstractContextManager[None]] = []
+def _loading_to_the_end(module: nn.Module, loading: list[AbstractContextManager[None]]) -> Callable[..., Any]:
+    """`load_state_dict` that also ends what it began in the modules around one that raised."""
+    ref = weakref.ref(module)
+
+    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+        target = ref()
+        if target is None:
+            raise ConfigError("the module is gone")
+        try:
+            return type(target).load_state_dict(target, *args, **kwargs)
+        except BaseException as error:
+            while loading:
+                with suppress(type(error)):
+                    loading.pop().__exit__(type(error), error, error.__traceback__)
+            raise
+
+    return load_state_dict
+
+
+def _hook_state_dict(
+    module: nn.Module, run: Run, copies: WeakIdKeyDictionary, loading: list[AbstractContextManager[None]]
+) -> None:
 
     def after_state_dict(owner: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name, param in owner._parameters.items():

@@ -84,6 +84,15 @@ class ParamAccess:
         keep_lease(lease, state.values())
         return {"step": torch.tensor(float(training.steps[residence.slot_index])), **state}
 
+    def forget_optimizer_state(self, param: nn.Parameter) -> None:
+        """Zero a parameter's moments and steps; the remainder belongs to its value and stays."""
+        residence, training = _trained(param)
+        part, index = residence.part, residence.slot_index
+        if training.steps[index]:
+            zeros = own_piece(part, index, torch.zeros(param.shape))
+            self._slots.write(part, training.optimizer, index, {EXP_AVG.name: zeros, EXP_AVG_SQ.name: zeros})
+            training.steps[index] = 0
+
     def write_optimizer_state(self, param: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
         """Replace a parameter's record; parts that `state` lacks (torch's has no remainder) stay as they are."""
         residence, training = _trained(param)

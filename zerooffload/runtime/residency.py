@@ -153,6 +153,8 @@ class Residency:
         fetch = self._fetches.pop(unit)
         try:
             self._fetcher.finish(fetch)
+            for part in unit.moving_parts:
+                part.flat.check_untouched()
         except BaseException:
             unit.state.to(ShardState.AT_HOME)
             self._give_back(unit)

@@ -84,7 +84,7 @@ class Resources:
             self.tiers[TierName.DEVICE] = device_tier(device, parts.accelerator, parts.transfers)
             self.tiers[TierName.HOST] = host_tier(host, parts.accelerator, parts.transfers)
             if plan.planned_bytes(TierName.NVME):
-                self.tiers[TierName.NVME] = NvmeTier(config.nvme_paths, rank, nvme, open_engine(), parts.recorder)
+                self.tiers[TierName.NVME] = NvmeTier(config.nvme_paths, nvme, open_engine(), parts.recorder, rank)
             placement = plan.placement
             self.ring = self._make_ring("staging ring", NUM_STAGING_SLOTS, placement.slot_nbytes, parts)
             self.gradient_ring = self._make_ring(

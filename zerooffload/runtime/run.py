@@ -92,7 +92,7 @@ class Run:
         """Put all hooks in place."""
         for point in self._points:
             handles = point.install(self._schedule)
-            if not any(unit.moving_parts for unit in self.units):
+            if not self.moves:
                 # Else the hooks stay after the end, and raise: the values that moved are gone.
                 self._handles += handles
         for unit in self.units:
@@ -169,6 +169,11 @@ class Run:
         self._check_usable()
         return self.access.read_optimizer_state(param)
 
+    def forget_optimizer_state(self, param: nn.Parameter) -> None:
+        """See `OptimizerRun`."""
+        self._check_usable()
+        self.access.forget_optimizer_state(param)
+
     def write_optimizer_state(self, param: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
         """See `OptimizerRun`."""
         self._check_usable()
@@ -195,6 +200,11 @@ class Run:
             for param in unit.parameters():
                 param.grad = None
         self._release()
+
+    @property
+    def moves(self) -> bool:
+        """Whether values of parameters are away from the device, and so gone when the run ends."""
+        return any(unit.moving_parts for unit in self.units)
 
     def at_close(self, action: Callable[[], None]) -> None:
         """Let `action` run when the run ends."""

@@ -47,6 +47,8 @@ class Schedule:
         nested_in_backward = in_backward()
         if not nested_in_backward:
             self.recover()
+            if point is self._root:
+                self._forget_interrupted_forward()
             if point is self._root or self._order.current is None:
                 self._order.begin(Pass.TRAIN_FORWARD if torch.is_grad_enabled() else Pass.EVALUATION)
         point.num_forward_calls += 1
@@ -132,7 +134,23 @@ class Schedule:
                 point.phase.to(Phase.IDLE)
 
     def recover(self) -> None:
-        """Close a backward that raised, and so never said that it was over."""
-        if self._backward_is_open and not in_backward():
+        """Close a backward that raised, and so never said that it was over.
+
+        Raises
+        ------
+        ConfigError
+            While gradients of a part of the model are left of it.
+        """
+        if in_backward():
+            return
+        if self._backward_is_open:
             self._close_backward()
-            self._gradients.end_backward()
+            self._gradients.abandon_backward()
+        self._gradients.check_whole()
+
+    def _forget_interrupted_forward(self) -> None:
+        """End calls that did not: for Ctrl-C torch calls no hook."""
+        for point in self._points.values():
+            while point.num_forward_calls:
+                self.post_forward(point)
+            point.forget_inputs()

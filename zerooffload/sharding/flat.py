@@ -35,6 +35,7 @@ class Flat:
         self._placeholders = [parameter_placeholder(slot.param.shape, layout.dtype, device) for slot in layout.slots]
         self._views: list[torch.Tensor] = []
         self._versions = [param._version for param in self.params]
+        self._changes = [0] * len(self.params)
         self._is_away = False
 
     def bind(self, memory: torch.Tensor) -> None:
@@ -42,25 +43,48 @@ class Flat:
         elements = memory[: self.layout.nbytes].view(self.layout.dtype)
         self._views = [elements[slot.start : slot.stop].view(slot.param.shape) for slot in self.layout.slots]
 
-    def show_full(self) -> None:
-        """The parameters are views of the bound memory, which holds their values."""
-        for slot, param, view, placeholder in zip(
-            self.layout.slots, self.params, self._views, self._placeholders, strict=True
+    def check_untouched(self) -> None:
+        """See that nobody wrote to a parameter while it was away.
+
+        Raises
+        ------
+        ConfigError
+            With the parameter's name, if somebody did; what was written is lost.
+        """
+        if not self._is_away:
+            return
+        for slot, param, placeholder, version in zip(
+            self.layout.slots, self.params, self._placeholders, self._versions, strict=True
         ):
-            if self._is_away and was_written(placeholder):
+            # Reading a number from another device would make the host wait for it.
+            overwritten = self._device.type == "cpu" and was_written(placeholder)
+            if overwritten or param._version != version + 1:
                 raise ConfigError(
                     f"parameter {slot.param.name} was written to while its values were on their tier:"
                     " write inside zo.full_params(module)"
                 )
+
+    def show_full(self) -> None:
+        """The parameters are views of the bound memory, which holds their values.
+
+        Raises
+        ------
+        ConfigError
+            See `check_untouched`; nothing is shown then.
+        """
+        self.check_untouched()
+        for param, view in zip(self.params, self._views, strict=True):
             param.data = view
         if self._is_away:
-            torch._C._autograd._unsafe_set_version_counter(self.params, tuple(self._versions))
+            restored = [version + changes for version, changes in zip(self._versions, self._changes, strict=True)]
+            torch._C._autograd._unsafe_set_version_counter(self.params, tuple(restored))
             self._is_away = False
 
     def show_away(self) -> None:
         """The parameters are placeholders; whoever still holds a saved view must not read it."""
         if not self._is_away:
             self._versions = [param._version for param in self.params]
+            self._changes = [0] * len(self.params)
             torch.autograd.graph.increment_version(self.params)
             self._is_away = True
         for param, placeholder in zip(self.params, self._placeholders, strict=True):
@@ -69,6 +93,6 @@ class Flat:
     def values_changed(self) -> None:
         """The values at home are new ones: graphs from before are stale."""
         if self._is_away:
-            self._versions = [version + 1 for version in self._versions]
+            self._changes = [changes + 1 for changes in self._changes]
         else:
             torch.autograd.graph.increment_version(self.params)

@@ -3,7 +3,7 @@
 [Note: placeholders]
 A parameter that is away has the true shape, dtype and device, so that user code and autograd see what they expect, but
 no memory: one NaN, of its own storage (a shared one would make safetensors report all as tied), expanded. A stray read
-gives NaN; a stray write raises in torch, because the elements share memory (a single element is compared instead).
+gives NaN; most stray writes raise in torch, because the elements share memory, and the others are found afterwards.
 
 A gradient that is away is a tensor without storage that raises when any operation touches it. So a foreign optimizer,
 `torch.nn.utils.clip_grad_norm_` and `torch.amp.GradScaler` fail with our words, where None would let them do nothing in
@@ -23,12 +23,15 @@ from zerooffload.errors import ConfigError
 def parameter_placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of that shape without memory: NaN everywhere, or zero for a dtype that has no NaN."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((1,), value, dtype=dtype, device=device).expand(tuple(shape))
+    # A tensor without dimensions expands to any shape, none included.
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def was_written(placeholder: torch.Tensor) -> bool:
-    """Whether somebody wrote to a placeholder of one element, the only kind that torch lets be written."""
-    return placeholder.numel() == 1 and placeholder.is_floating_point() and not bool(placeholder.isnan().all())
+    """Whether a placeholder's one number is another: torch lets `fill_` and `zero_` write to expanded tensors."""
+    if not placeholder.is_floating_point():
+        return False
+    return not bool(placeholder.as_strided((), (), 0).isnan())
 
 
 class OffloadedGradient(torch.Tensor):

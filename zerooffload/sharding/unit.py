@@ -63,7 +63,7 @@ class UnitFlat:
     training: TrainingStates | None
     range: DeviceRange | None
     collection: DeviceRange | None
-    rank: int
+    rank: int = 0
 
     @property
     def shard_start(self) -> int:

@@ -82,6 +82,13 @@ def wait_for_all(waits: Waits, cause: Wait, waitables: Iterable[Waitable]) -> No
     for waitable in waitables:
         try:
             waits.until(cause, waitable)
+        except KeyboardInterrupt as interrupt:
+            # The transfer goes on: it is waited for before the interruption is.
+            failure = failure or interrupt
+            try:
+                waits.until(cause, waitable)
+            except Exception as error:  # noqa: BLE001 - the interruption is what is raised
+                failure.add_note(f"also: {error}")
         except BaseException as error:  # noqa: BLE001 - raised below
             failure = failure or error
     if failure is not None:

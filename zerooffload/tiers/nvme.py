@@ -58,7 +58,9 @@ class NvmeTier:
         If a path is missing, not writable, or in use by another run.
     """
 
-    def __init__(self, paths: tuple[Path, ...], rank: int, budget: Budget, engine: Engine, recorder: Recorder) -> None:
+    def __init__(
+        self, paths: tuple[Path, ...], budget: Budget, engine: Engine, recorder: Recorder, rank: int = 0
+    ) -> None:
         self.name = TierName.NVME
         self.budget = budget
         self.engine = engine

@@ -16,7 +16,7 @@ import torch
 from zerooffload.accelerator import Accelerator
 from zerooffload.errors import InternalError
 from zerooffload.memory import Budget, Lease
-from zerooffload.telemetry import Wait, Waitable, Waits
+from zerooffload.telemetry import Wait, Waitable, Waits, wait_for_all
 
 
 class StagingSlot:
@@ -66,11 +66,12 @@ class StagingRing:
         """The slot released longest ago, once its content has left. The caller sees to it that one is free."""
         if not self._free:
             raise InternalError("no staging slot is free: one was taken twice or never released")
-        slot = self._free.popleft()
-        for waitable in slot.leaving:
-            waits.until(Wait.STAGING_REUSE, waitable)
-        slot.reset()
-        return slot
+        slot = self._free[0]
+        try:
+            wait_for_all(waits, Wait.STAGING_REUSE, slot.leaving)
+        finally:
+            slot.reset()
+        return self._free.popleft()
 
     def release(self, slot: StagingSlot, leaving: Iterable[Waitable] = ()) -> None:
         """Give a slot back while `leaving` still uses it."""
@@ -80,9 +81,10 @@ class StagingRing:
     def drain(self, waits: Waits) -> None:
         """Wait until nothing is in flight from or to a free slot."""
         for slot in self._free:
-            for waitable in slot.leaving:
-                waits.until(Wait.STATE_WRITE, waitable)
-            slot.reset()
+            try:
+                wait_for_all(waits, Wait.STATE_WRITE, slot.leaving)
+            finally:
+                slot.reset()
 
     def close(self) -> None:
         """Give the memory back; again is harmless."""

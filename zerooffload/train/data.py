@@ -37,14 +37,17 @@ def open_tokens(path: Path, field: str, tokenizer: Tokenizer, cache: Path) -> To
     Raises
     ------
     ConfigError
-        If the file cannot be read, or a line is not such an object.
+        If the file cannot be read, a line is not such an object, or `cache` cannot be written to.
     """
     if not path.is_file():
         raise ConfigError(f"data file {path} does not exist")
     dtype: Any = np.uint16 if tokenizer.vocabulary_numel <= 1 << 16 else np.uint32
-    token_file = cache / f"{_key(path, field, tokenizer)}.{np.dtype(dtype).name}"
-    if not token_file.is_file():
-        _write_tokens(token_file, path, field, tokenizer, dtype)
+    try:
+        token_file = cache / f"{_key(path, field, tokenizer)}.{np.dtype(dtype).name}"
+        if not token_file.is_file():
+            _write_tokens(token_file, path, field, tokenizer, dtype)
+    except OSError as error:
+        raise ConfigError(f"cannot keep the tokens of {path} in {cache}: {error}") from error
     if not token_file.stat().st_size:
         raise ConfigError(f"data file {path} holds no text")
     return np.memmap(token_file, dtype=dtype, mode="r")

