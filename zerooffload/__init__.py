@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerooffload.config import OffloadConfig
+    from zerooffload.entry import clip_grad_norm_, close, full_params, offload, step_report
     from zerooffload.errors import (
         BudgetError,
         CheckpointError,
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
         TierIOError,
         ZeroOffloadError,
     )
-    from zerooffload.offload import clip_grad_norm_, close, full_params, offload, step_report
     from zerooffload.optim import AdamW
     from zerooffload.telemetry import StepReport, TierUsage
 
@@ -40,11 +40,11 @@ _HOMES = {
     "TierIOError": "errors",
     "TierUsage": "telemetry",
     "ZeroOffloadError": "errors",
-    "clip_grad_norm_": "offload",
-    "close": "offload",
-    "full_params": "offload",
-    "offload": "offload",
-    "step_report": "offload",
+    "clip_grad_norm_": "entry",
+    "close": "entry",
+    "full_params": "entry",
+    "offload": "entry",
+    "step_report": "entry",
 }
 
 __all__ = [
@@ -69,7 +69,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Importing a submodule binds it here under its own name, so `offload` the function replaces `offload` the module.
+    # No submodule may have one of these names: importing it would bind the module here in place of the value.
     value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

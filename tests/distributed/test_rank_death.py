@@ -12,9 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from support.ranks import free_port
 
 import zerooffload as zo
+from zerooffload.tiers.directory import RunDirectory
 
 WORLD_SIZE = 3
 TIMEOUT_SECONDS = 20
@@ -93,14 +95,10 @@ def test_others_name_the_dead_rank_and_the_folder_is_free_again(victim: int, tmp
                 rank.stdout.close()
     # What the killed rank left, the next run there takes over.
     for number in range(WORLD_SIZE):
-        from zerooffload.tiers.directory import RunDirectory
-
         RunDirectory(tmp_path, number).close()
 
 
 def test_world_size_without_a_process_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(zo.ConfigError, match="init_process_group"):
         zo.offload(torch.nn.Linear(2, 2))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 
 
-class RanksFailed(AssertionError):
+class RanksError(AssertionError):
     """A rank raised or did not finish; the message holds the first traceback."""
 
 
@@ -28,7 +28,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: object, limi
 
     Raises
     ------
-    RanksFailed
+    RanksError
         If a rank raised, died or took longer than the limit. All processes are gone then.
     """
     context = multiprocessing.get_context("spawn")
@@ -65,19 +65,19 @@ def _collect(processes: list[Any], receivers: list[Connection], limit_seconds: f
         for rank, (process, receiver) in enumerate(zip(processes, receivers, strict=True)):
             if rank in results or not receiver.poll(0.02):
                 if rank not in results and not process.is_alive() and not receiver.poll(0):
-                    raise RanksFailed(f"rank {rank} died with exit code {process.exitcode}")
+                    raise RanksError(f"rank {rank} died with exit code {process.exitcode}")
                 continue
             kind, value = receiver.recv()
             if kind == "error":
-                raise RanksFailed(f"rank {rank} failed:\n{value}")
+                raise RanksError(f"rank {rank} failed:\n{value}")
             results[rank] = torch.load(io.BytesIO(value), weights_only=True)
         if time.monotonic() > deadline:
             missing = [rank for rank in range(len(processes)) if rank not in results]
-            raise RanksFailed(f"ranks {missing} did not finish within {limit_seconds} s")
+            raise RanksError(f"ranks {missing} did not finish within {limit_seconds} s")
     return [results[rank] for rank in range(len(processes))]
 
 
-def _rank(
+def _rank(  # noqa: PLR0917 - what a process is started with
     function: Callable[..., Any], rank: int, world_size: int, port: int, sender: Connection, args: tuple[object, ...]
 ) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_WORLD_SIZE=str(world_size))

@@ -51,7 +51,8 @@ class AdamW(torch.optim.Optimizer):
     Raises
     ------
     ConfigError
-        If a parameter is not offloaded, or belongs to another optimizer or run.
+        If a parameter is not offloaded, was frozen when it was, or belongs to another run. A second optimizer of the
+        same parameters starts their states afresh.
     """
 
     def __init__(
@@ -159,9 +160,11 @@ class AdamW(torch.optim.Optimizer):
             raise ConfigError(f"the state is of another optimizer: {error}") from error
         if self._run is None:
             return
-        params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+        params = [param for group in self.param_groups for param in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, param in zip(numbers, params, strict=True):
+            if not param.requires_grad:
+                continue
             entry = state_dict["state"].get(number)
             if entry is None:
                 self._run.forget_optimizer_state(param)

@@ -181,6 +181,10 @@ class Landing:
         zero_absent(departure.part, span, new, departure.training.held)
         with self._recorder.working(Work.GRADIENT_NORM):
             self._sums[id(departure.part), chunk] = self._host_kernels.square_sums(new)
+        earlier = self._writes.pop((id(departure.part), chunk), None)
+        if earlier is not None:
+            # Two writes to one place may land in either order.
+            self._waits.until(Wait.GRADIENT_WRITE, earlier)
         write = home.write(chunk, content)
         self._writes[id(departure.part), chunk] = write
         return [write]

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import platform
+import stat
 from pathlib import Path
 
 from zerooffload.errors import ConfigError, TierIOError
@@ -32,6 +33,8 @@ class RunDirectory:
         try:
             self._parent.mkdir(mode=0o700, exist_ok=True)
             self.path.mkdir(mode=0o700, exist_ok=True)
+            for folder in (self._parent, self.path):
+                _check_ours(folder)
             self._fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -72,6 +75,13 @@ class RunDirectory:
             except OSError:
                 break
         os.close(fd)
+
+
+def _check_ours(folder: Path) -> None:
+    """Refuse a directory that somebody else put there: in a folder that all may write to it could lead anywhere."""
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise ConfigError(f"{folder} is not a directory of this user's: remove it, or name another nvme path")
 
 
 def _is_still_there(fd: int, path: Path) -> bool:

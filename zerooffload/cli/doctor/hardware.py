@@ -53,8 +53,8 @@ def cpu_quota() -> float | None:
 
 def _threads() -> Finding:
     torch_threads, usable = torch.get_num_threads(), usable_cores()
-    set_by = f" (OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']})" if "OMP_NUM_THREADS" in os.environ else ""
-    value = f"torch {torch_threads}{set_by}, optimizer kernel {usable}"
+    settings = [f"{name}={os.environ[name]}" for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY") if name in os.environ]
+    value = f"torch {torch_threads} ({', '.join(settings) or 'no settings'}), optimizer kernel {usable}"
     if torch_threads > usable:
         return Finding("threads", value, Verdict.NOTE, f"set OMP_NUM_THREADS={usable}: more threads than cores wait")
     return Finding("threads", value)

@@ -1,0 +1,75 @@
+"""The public face, name by name."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+
+import pytest
+
+import zerooffload as zo
+
+# Adding a name is a decision; taking one away breaks somebody.
+FACE = [
+    "AdamW",
+    "BudgetError",
+    "CheckpointError",
+    "ConfigError",
+    "InternalError",
+    "OffloadConfig",
+    "StepReport",
+    "TierIOError",
+    "TierUsage",
+    "ZeroOffloadError",
+    "clip_grad_norm_",
+    "close",
+    "full_params",
+    "offload",
+    "step_report",
+]
+
+
+def test_the_public_face_is_exactly_this() -> None:
+    assert sorted(zo.__all__) == FACE
+    assert [name for name in dir(zo) if not name.startswith("__")] == FACE
+
+
+@pytest.mark.parametrize("name", FACE)
+def test_every_name_is_there_and_explained(name: str) -> None:
+    assert (inspect.getdoc(getattr(zo, name)) or "").strip()
+
+
+def test_offload_is_the_function_and_not_its_module() -> None:
+    assert callable(zo.offload)
+    assert zo.offload.__name__ == "offload"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'ofload'"):
+        _ = zo.ofload  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "signature"),
+    [
+        ("offload", "(model, config=None, *, process_group=None)"),
+        ("full_params", "(module, writeback=True, *, grads=False)"),
+        ("clip_grad_norm_", "(model_or_params, max_norm, norm_type=2.0, error_if_nonfinite=False)"),
+        ("step_report", "(model)"),
+        ("close", "(model)"),
+        (
+            "AdamW",
+            "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, maximize=False)",
+        ),
+    ],
+)
+def test_signatures_are_kept(name: str, signature: str) -> None:
+    found = inspect.signature(getattr(zo, name))
+    bare = [param.replace(annotation=param.empty) for param in found.parameters.values()]
+    assert str(found.replace(parameters=bare, return_annotation=found.empty)) == signature
+
+
+def test_no_submodule_takes_the_name_of_an_export() -> None:
+    # Importing it first would make `zo.offload` a module.
+    names = {module.name for module in pkgutil.iter_modules(zo.__path__)}
+    assert names.isdisjoint(zo.__all__)

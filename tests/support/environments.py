@@ -1,0 +1,74 @@
+"""Environments for runs: the real CPU, and devices and drives that are simulated."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from support.reference_training import Recipe, train_offloaded
+from support.simulated_accelerator import Copies, SimulatedAccelerator
+from support.simulated_engine import Fault, SimulatedEngine, Transfers
+
+import zerooffload as zo
+from zerooffload.accelerator import Accelerator
+from zerooffload.accelerator.cpu import CpuAccelerator
+from zerooffload.optim.kernels import Kernels, host_kernels
+from zerooffload.runtime.build import Environment
+from zerooffload.telemetry import Waits
+from zerooffload.telemetry.recorder import CountingRecorder
+
+Homes = tuple[str, str, str]
+"""Tiers of parameters, optimizer states and gradients."""
+TIERS = ("device", "host", "nvme")
+COMBINATIONS: list[Homes] = list(itertools.product(TIERS, repeat=3))
+PAIRWISE: list[Homes] = [(a, b, TIERS[(2 * i + 2 * j) % 3]) for i, a in enumerate(TIERS) for j, b in enumerate(TIERS)]
+"""Every pair of tiers for every pair of states."""
+
+MakeWaits = Callable[[CountingRecorder], Waits]
+
+
+@contextmanager
+def simulated(
+    copies: Copies = Copies.LATE,
+    transfers: Transfers = Transfers.LAZY,
+    *,
+    faults: Iterable[Fault] = (),
+    make_waits: MakeWaits = Waits,
+    seed: int = 0,
+) -> Iterator[Environment]:
+    """A device with memory of its own, and a drive in memory."""
+    accelerator = SimulatedAccelerator(copies, seed=seed)
+    try:
+        yield _environment(accelerator, SimulatedEngine(transfers, faults=faults, seed=seed), make_waits)
+    finally:
+        accelerator.close()
+
+
+def cpu_with_simulated_drive(
+    transfers: Transfers = Transfers.LAZY, *, faults: Iterable[Fault] = (), make_waits: MakeWaits = Waits
+) -> Environment:
+    """Computes on host memory, with a drive in memory."""
+    return _environment(CpuAccelerator(), SimulatedEngine(transfers, faults=faults), make_waits)
+
+
+def _environment(
+    accelerator: Accelerator, engine: SimulatedEngine, make_waits: MakeWaits, kernels: Kernels | None = None
+) -> Environment:
+    return Environment(
+        accelerator=accelerator,
+        open_engine=lambda: engine,
+        kernels=kernels or host_kernels(1),
+        make_waits=make_waits,
+    )
+
+
+def least_memory(recipe: Recipe, environment: Environment | None, budget: str, **config: Any) -> int:
+    """The least `budget` ("device_memory", ...) with which a run starts, as the refusal of less says."""
+    with pytest.raises(zo.BudgetError, match=r"it needs \d+ bytes") as refused:
+        train_offloaded(recipe, environment, **{**config, budget: 0})
+    found = re.search(r"it needs (\d+) bytes", str(refused.value))
+    return int(found.group(1)) if found else 0

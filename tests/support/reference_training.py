@@ -1,0 +1,286 @@
+"""The same training twice: in plain PyTorch with the reference optimizer, and offloaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from support.small_models import MODELS, batch
+from torch import nn
+
+import zerooffload as zo
+from zerooffload.optim import reference
+from zerooffload.optim.scalars import AdamWSettings
+from zerooffload.runtime.build import Environment, build_run
+from zerooffload.runtime.ordinary_calls import make_ordinary_calls_right
+from zerooffload.sharding.grouping import find_units
+from zerooffload.sharding.layout import FlatLayout, ParamSpec, lay_out
+from zerooffload.sharding.registry import residence_of
+
+ParamGroups = Iterable[torch.Tensor] | list[dict[str, Any]]
+
+
+def language_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Of a causal language model of transformers."""
+    tokens = tokens.to(next(model.parameters()).device)
+    loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A training run.
+
+    Attributes
+    ----------
+    build : callable
+        Makes the model, with the same values every time.
+    loss : callable
+        The loss of a model on token ids `[batch, length]`.
+    max_norm : float or None
+        Clips by the global norm; None does not clip.
+    compute_dtype : str or None
+        "bf16", or None for the model's own.
+    prepare : callable
+        Changes the model before anything else (checkpointing, freezing).
+    groups : callable
+        What the optimizer is given.
+    between : callable
+        Called after each step with the model and the step's number; what it returns must be equal too.
+    schedule : callable or None
+        Learning rate factor by step.
+    """
+
+    build: Callable[[], nn.Module] = MODELS["llama"]
+    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = language_loss
+    num_steps: int = 20
+    num_micro_steps: int = 2
+    max_norm: float | None = 1.3
+    learning_rate: float = 3e-3
+    compute_dtype: str | None = None
+    prepare: Callable[[nn.Module], None] = lambda _: None
+    groups: Callable[[nn.Module], ParamGroups] = lambda model: model.parameters()
+    between: Callable[[nn.Module, int], list[float]] = lambda _model, _step: []
+    schedule: Callable[[int], float] | None = None
+    options: dict[str, Any] = field(default_factory=lambda: {"betas": (0.9, 0.99), "weight_decay": 0.1})
+
+
+@dataclass
+class Outcome:
+    """What must be equal, to the bit."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    params: dict[str, torch.Tensor] = field(default_factory=dict)
+    report: zo.StepReport | None = field(default=None, compare=False)
+
+
+def differences(one: Outcome, other: Outcome) -> list[str]:
+    """What differs, in words; empty if all bits are equal."""
+    found = []
+    for name in ("losses", "norms"):
+        pairs = zip(getattr(one, name), getattr(other, name), strict=True)
+        found += [f"{name}[{i}]: {a!r} != {b!r}" for i, (a, b) in enumerate(pairs) if a != b]
+    if one.params.keys() != other.params.keys():
+        found.append(f"parameters: {sorted(one.params.keys() ^ other.params.keys())}")
+    for name in one.params.keys() & other.params.keys():
+        if not torch.equal(one.params[name], other.params[name]):
+            unequal = int((one.params[name] != other.params[name]).sum())
+            found.append(f"{name}: {unequal} of {one.params[name].numel()} elements differ")
+    return found
+
+
+def train_plain(recipe: Recipe, device: str = "cpu") -> Outcome:
+    """Without offloading: torch's own accumulation, the reference optimizer, and its norm."""
+    model = _prepared(recipe).to(device)
+    masters = _to_compute_dtype(model) if recipe.compute_dtype == "bf16" else {}
+    optimizer = ReferenceAdamW(recipe.groups(model), masters, lr=recipe.learning_rate, **recipe.options)
+    updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    others = [param for param in model.parameters() if id(param) not in updated]
+
+    def clip(max_norm: float) -> float:
+        norm = reference_norm(model)
+        optimizer.grad_factor = float(np.float32(min(1.0, max_norm / (norm + 1e-6))))
+        for param in others:
+            # Nobody reads these with the factor, so they take it at once.
+            if param.grad is not None:
+                param.grad.mul_(optimizer.grad_factor)
+        return norm
+
+    outcome = _train(recipe, model, optimizer, clip)
+    outcome.params = {name: param.detach().cpu().clone() for name, param in model.named_parameters()}
+    return outcome
+
+
+def train_offloaded(recipe: Recipe, environment: Environment | None = None, **config: Any) -> Outcome:
+    """Offloaded, in the real environment or in a simulated one."""
+    model = _prepared(recipe)
+    settings = zo.OffloadConfig(**{"threads": 1, "compute_dtype": recipe.compute_dtype, **config})
+    try:
+        if environment is None:
+            zo.offload(model, settings)
+        else:
+            make_ordinary_calls_right(model, build_run(model, settings, environment))
+        optimizer = zo.AdamW(recipe.groups(model), lr=recipe.learning_rate, **recipe.options)
+        outcome = _train(recipe, model, optimizer, lambda max_norm: float(zo.clip_grad_norm_(model, max_norm)))
+        outcome.report = zo.step_report(model)
+        outcome.params = current_params(model)
+    finally:
+        zo.close(model)
+    return outcome
+
+
+@contextmanager
+def whole(module: nn.Module) -> Iterator[None]:
+    """The parameters of a module to read and to change, offloaded or not."""
+    if residence_of(next(module.parameters())) is None:
+        yield
+    else:
+        with zo.full_params(module):
+            yield
+
+
+def current_params(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of an offloaded model's parameters, module by module, so that the tightest window does."""
+    copies: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False))
+        if not own:
+            continue
+        leaf = nn.ParameterDict({name.replace(".", "_"): param for name, param in own.items()})
+        with zo.full_params(leaf, writeback=False):
+            for name, param in own.items():
+                copies[f"{prefix}.{name}".lstrip(".")] = param.detach().cpu().clone()
+    return {name: copies[name] for name, _ in model.named_parameters()}
+
+
+def _prepared(recipe: Recipe) -> nn.Module:
+    model = recipe.build()
+    model.train()
+    recipe.prepare(model)
+    return model
+
+
+def _train(
+    recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], float]
+) -> Outcome:
+    outcome = Outcome()
+    # For dropout: whatever was drawn before, the numbers from here on are the same.
+    torch.manual_seed(0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.schedule) if recipe.schedule else None
+    for step in range(recipe.num_steps):
+        for micro_step in range(recipe.num_micro_steps):
+            loss = recipe.loss(model, batch(step, micro_step))
+            (loss / recipe.num_micro_steps).backward()
+            outcome.losses.append(loss.item())
+        if recipe.max_norm is not None:
+            # Ours is returned as fp32, like torch's.
+            outcome.norms.append(float(np.float32(clip(recipe.max_norm))))
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+        before = [param.detach().clone() for param in model.parameters()]
+        outcome.losses += recipe.between(model, step)
+        if isinstance(optimizer, ReferenceAdamW):
+            optimizer.forget_remainders(model.parameters(), before)
+    return outcome
+
+
+class ReferenceAdamW(torch.optim.Optimizer):
+    """The reference's operations, parameter by parameter, on plain tensors.
+
+    Parameters
+    ----------
+    remainders : dict
+        For bf16 parameters, the int16 remainder of each one's master.
+    """
+
+    def __init__(self, params: ParamGroups, remainders: dict[torch.Tensor, torch.Tensor], **defaults: Any) -> None:
+        self.grad_factor = 1.0
+        self._remainders = remainders
+        super().__init__(params, {"eps": 1e-8, **defaults})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update what has a gradient."""
+        del closure
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._update(param, group)
+        self.grad_factor = 1.0
+
+    def forget_remainders(self, params: Iterable[torch.Tensor], before: Iterable[torch.Tensor]) -> None:
+        """Where bf16 values were changed by hand, the remainders belonged to the old ones."""
+        for param, old in zip(params, before, strict=True):
+            if param in self._remainders:
+                self._remainders[param][(param.detach() != old).reshape(-1)] = 0
+
+    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        if param.grad is None:
+            return
+        state = self.state[param]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros(param.numel(), device=param.device)
+            state["exp_avg_sq"] = torch.zeros(param.numel(), device=param.device)
+        state["step"] += 1
+        scalars = AdamWSettings(
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            maximize=False,
+            grad_factor=self.grad_factor,
+            step=state["step"],
+        ).scalars()
+        flat, grad = param.view(-1), param.grad.reshape(-1)
+        if param in self._remainders:
+            remainder = self._remainders[param]
+            reference.adamw_step_bf16(flat, remainder, state["exp_avg"], state["exp_avg_sq"], grad, scalars)
+        else:
+            reference.adamw_step(flat, state["exp_avg"], state["exp_avg_sq"], grad, scalars)
+
+
+def reference_norm(model: nn.Module) -> float:
+    """The 2-norm of all gradients as the product defines it: sums over fixed blocks of each flat buffer, added exactly."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    device = next(model.parameters()).device
+    sums: list[float] = []
+    for layout in flat_layouts(model):
+        flat = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+        for slot in layout.slots:
+            grad = params[slot.param.name].grad
+            if grad is not None:
+                flat[slot.start : slot.stop] = grad.reshape(-1)
+        sums += reference.square_sums(flat).tolist()
+    return math.sqrt(math.fsum(sums))
+
+
+def flat_layouts(model: nn.Module, *, trainable: bool | None = True) -> Iterator[FlatLayout]:
+    """The flat buffers that the model is cut into, by the package's own pure code; all of them with None."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    for unit in find_units(model, "auto"):
+        groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
+        for names in unit.param_names:
+            param = params[names[0]]
+            spec = ParamSpec(names[0], tuple(param.shape), names[1:])
+            groups.setdefault((param.dtype, param.requires_grad), []).append(spec)
+        for (dtype, is_trainable), specs in groups.items():
+            if trainable is None or is_trainable == trainable:
+                yield lay_out(unit.name, specs, dtype=dtype, trainable=is_trainable)
+
+
+def _to_compute_dtype(model: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
+    """Split every parameter into bf16 and remainder; see [Note: master weights]."""
+    remainders: dict[torch.Tensor, torch.Tensor] = {}
+    for param in model.parameters():
+        upper, remainder = reference.split_master(param.detach().reshape(-1))
+        param.data = upper.view(param.shape).clone()
+        remainders[param] = remainder
+    return remainders

@@ -1,0 +1,249 @@
+"""A device with memory of its own that makes every missing order visible, on any machine and without a clock.
+
+[Note: what the adversary does]
+Torch's operations run when they are called, so compute is never behind. Copies are: what differs between the modes is
+when they run. Whatever the mode:
+
+- memory that is filled, emptied, or the target of a copy that has not run holds 0xFF, which is NaN in every dtype;
+- each record of compute keeps what the device's memory held then. A copy to the host may only see what compute had
+  written at the latest point that `copy_out` was put behind: if the bytes are others by now, it delivers poison;
+- a copy to the device delivers poison if compute may still use what the memory held: for a refilled range, if neither
+  `copy_in` nor the host is behind the point at which memory was last given back (any range's: an allocator may give the
+  same block to another); for memory that compute has written to, if they are not behind compute's latest point;
+- to give memory back under a copy that has not run is an error at once: it would destroy somebody else's bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from support.copy_streams import CopyPoint, CopyStream, EarlyStream, Job, LateStream, ThreadedStream
+
+from zerooffload.accelerator import Event, Stream
+from zerooffload.accelerator.pages import populated_pages
+from zerooffload.formats import MIB, round_up
+
+POISON = 0xFF
+_ROUNDING_BYTES = 512
+
+
+class RaceError(AssertionError):
+    """The program under test did what would destroy other memory on a real device."""
+
+
+class Copies(Enum):
+    """When copies run."""
+
+    LATE = "late"
+    """When somebody waits for them, or puts compute behind them."""
+    EARLY = "early"
+    """When they are enqueued."""
+    THREADED = "threaded"
+    """On a thread for each queue, after seeded tiny delays."""
+
+
+_STREAMS: dict[Copies, type[CopyStream]] = {
+    Copies.LATE: LateStream,
+    Copies.EARLY: EarlyStream,
+    Copies.THREADED: ThreadedStream,
+}
+
+
+@dataclass(eq=False)
+class ComputePoint:
+    """Compute's n-th recorded point, with the bytes of each filled range as they were then."""
+
+    owner: SimulatedAccelerator
+    number: int
+    contents: dict[SimulatedRange, torch.Tensor] = field(repr=False)
+
+    def wait(self) -> None:
+        """The host is behind compute now."""
+        self.owner.host_knows(self.number)
+
+    def done(self) -> bool:
+        """Asked without waiting, a device that runs late is not done."""
+        return self.owner.host_is_behind(self.number)
+
+
+class ComputeStream:
+    """Torch's operations on the calling thread."""
+
+    def wait(self, event: Event) -> None:
+        """As the thread is the queue, being behind a copy means that the copy runs now."""
+        if isinstance(event, CopyPoint):
+            event.pass_by()
+
+
+class SimulatedRange:
+    """See `DeviceRange`. Its addresses are always there; what it holds while empty is poison.
+
+    Attributes
+    ----------
+    copied_into, used_by_compute : bool
+        Since it was filled.
+    refill_after : int
+        Number of the compute point that a copy into it must be behind.
+    copied_out : tuple[int, torch.Tensor] or None
+        The point that the last copy from it was put behind, and what the range held when it was enqueued.
+    """
+
+    def __init__(self, owner: SimulatedAccelerator, nbytes: int) -> None:
+        self._owner = owner
+        self.nbytes = owner.range_nbytes(nbytes)
+        self.tensor = torch.full((nbytes,), POISON, dtype=torch.uint8)
+        self.is_filled = False
+        self._reset(0)
+
+    def _reset(self, refill_after: int) -> None:
+        self.copied_into = False
+        self.used_by_compute = False
+        self.refill_after = refill_after
+        self.copied_out: tuple[int, torch.Tensor] | None = None
+
+    def fill(self) -> None:
+        """Take memory."""
+        if self.is_filled:
+            raise RaceError("a filled range was filled again")
+        self.is_filled = True
+        self._reset(self._owner.last_release)
+        self.tensor.fill_(POISON)
+        self._owner.took(self)
+
+    def empty(self) -> None:
+        """Give it back."""
+        if not self.is_filled:
+            raise RaceError("an empty range was emptied")
+        self._owner.gave_back(self)
+        self.is_filled = False
+        self.tensor.fill_(POISON)
+
+
+class SimulatedAccelerator:
+    """See the note above, and `Accelerator` for the protocol.
+
+    Parameters
+    ----------
+    seed : int
+        Of the delays, with `Copies.THREADED`.
+    """
+
+    name = "simulated"
+    shares_host_memory = False
+
+    def __init__(self, copies: Copies = Copies.LATE, *, capacity_bytes: int = 64 * MIB, seed: int = 0) -> None:
+        self.device = torch.device("cpu")
+        self.compute = ComputeStream()
+        self.copy_in, self.copy_out = (_STREAMS[copies](self.host_knows, seed + number) for number in (1, 2))
+        self.last_release = 0
+        self.filled_bytes = 0
+        self.peak_filled_bytes = 0
+        self.num_spoiled = 0
+        self._capacity_bytes = capacity_bytes
+        self._num_points = 0
+        self._host_is_behind = 0
+        # Held here: whoever keeps a range's tensor alone still has its memory.
+        self._filled: set[SimulatedRange] = set()
+        self._by_address: dict[int, SimulatedRange] = {}
+
+    def range_nbytes(self, nbytes: int) -> int:
+        """Always more than was asked for, so that nobody can leave the rounding out of a formula."""
+        return round_up(nbytes, _ROUNDING_BYTES) + _ROUNDING_BYTES
+
+    def reserve(self, nbytes: int) -> SimulatedRange:
+        """An empty range."""
+        memory = SimulatedRange(self, nbytes)
+        self._by_address[memory.tensor.untyped_storage().data_ptr()] = memory
+        return memory
+
+    def host_buffer(self, nbytes: int) -> torch.Tensor:
+        """Page-aligned host memory."""
+        return populated_pages(nbytes)
+
+    def record(self, stream: Stream) -> Event:
+        """A point of compute is a new one each time."""
+        if isinstance(stream, CopyStream):
+            return stream.record()
+        self._num_points += 1
+        contents = {}
+        for memory in self._filled:
+            contents[memory] = memory.tensor.clone()
+            if not memory.copied_into and bool((memory.tensor != POISON).any()):
+                memory.used_by_compute = True
+        return ComputePoint(self, self._num_points, contents)
+
+    def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue; what the target holds until the copy has run is poison."""
+        if target.dtype is not torch.uint8 or target.shape != source.shape or source.dtype is not torch.uint8:
+            raise RaceError("a copy is between bytes of one length")
+        into, out_of = self._range_of(target), self._range_of(source)
+        if stream is self.copy_in and into is not None and out_of is None:
+            is_ordered = self._refill_is_ordered(into)
+            into.copied_into = True
+        elif stream is self.copy_out and out_of is not None and into is None:
+            is_ordered = self._content_is_ordered(out_of, source)
+            out_of.copied_out = (self._behind(self.copy_out), out_of.tensor.clone())
+        else:
+            raise RaceError("copy_in is from the host to the device, copy_out the other way")
+        self.num_spoiled += not is_ordered
+        target.fill_(POISON)
+        stream.enqueue(Job(target, source if is_ordered else torch.full_like(source, POISON)))
+
+    def available_bytes(self) -> int:
+        """What is not filled."""
+        return self._capacity_bytes - self.filled_bytes
+
+    def close(self) -> None:
+        """End the threads, if there are any."""
+        self.copy_in.close()
+        self.copy_out.close()
+
+    def host_knows(self, number: int) -> None:
+        """The host has waited for something behind compute's point `number`."""
+        self._host_is_behind = max(self._host_is_behind, number)
+
+    def host_is_behind(self, number: int) -> bool:
+        """Whether the host knows that compute has passed `number`."""
+        return self._host_is_behind >= number
+
+    def took(self, memory: SimulatedRange) -> None:
+        """A range was filled."""
+        self._filled.add(memory)
+        self.filled_bytes += memory.nbytes
+        self.peak_filled_bytes = max(self.peak_filled_bytes, self.filled_bytes)
+
+    def gave_back(self, memory: SimulatedRange) -> None:
+        """A range is emptied: from now on its memory may be anybody's."""
+        if any(self._range_of(job.target) is memory for job in self.copy_in.pending()):
+            raise RaceError("memory was given back while a copy into it had not run")
+        self._filled.discard(memory)
+        self.filled_bytes -= memory.nbytes
+        used_until = self._num_points
+        if memory.copied_out is not None and torch.equal(memory.copied_out[1], memory.tensor):
+            # Compute wrote it and has not touched it since it was copied out.
+            used_until = memory.copied_out[0]
+        self.last_release = max(self.last_release, used_until)
+
+    def _range_of(self, tensor: torch.Tensor) -> SimulatedRange | None:
+        return self._by_address.get(tensor.untyped_storage().data_ptr())
+
+    def _behind(self, stream: CopyStream) -> int:
+        point = stream.behind
+        return point.number if isinstance(point, ComputePoint) else 0
+
+    def _refill_is_ordered(self, memory: SimulatedRange) -> bool:
+        if not memory.is_filled:
+            raise RaceError("a copy into a range that is empty")
+        wanted = self._num_points if memory.used_by_compute else memory.refill_after
+        return max(self._behind(self.copy_in), self._host_is_behind) >= wanted
+
+    def _content_is_ordered(self, memory: SimulatedRange, source: torch.Tensor) -> bool:
+        if not memory.is_filled:
+            raise RaceError("a copy out of a range that is empty")
+        point = self.copy_out.behind
+        if not isinstance(point, ComputePoint) or memory not in point.contents:
+            return False
+        start = source.data_ptr() - memory.tensor.data_ptr()
+        return torch.equal(point.contents[memory][start : start + source.numel()], source)

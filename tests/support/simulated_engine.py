@@ -1,0 +1,206 @@
+"""An I/O engine over files in memory that does each operation as late, or as early, as its protocol lets it.
+
+LAZY is the adversary: a read's target is poison until its ticket is waited for, and gets what the file holds then; a
+write takes its source's bytes when its ticket is waited for, and never happens if nobody waits. So operations happen in
+the order of the waits, whatever the order of submission.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from zerooffload.aio import OpenFile
+from zerooffload.errors import InternalError, TierIOError
+
+POISON = 0xFF
+_ALIGNMENT_BYTES = 4096
+_MOST_DELAY_SECONDS = 3e-4
+
+
+class Transfers(Enum):
+    """When an operation happens."""
+
+    LAZY = "lazy"
+    EAGER = "eager"
+    THREADED = "threaded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A failure on script.
+
+    Attributes
+    ----------
+    at : int
+        Which operation of its kind fails, 0 for the first.
+    operation : str
+        "read" or "write".
+    errno : int
+    transferred_bytes : int
+        Bytes that move before it fails: a transfer that ends short.
+    """
+
+    at: int
+    operation: str
+    errno: int = errno.EIO
+    transferred_bytes: int = 0
+
+
+class SimulatedTicket:
+    """An operation; it happens when `action` is called, once."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self._failure: BaseException | None = None
+        self._is_done = False
+
+    def wait(self) -> None:
+        """Let it happen. A failed operation says so as often as it is asked."""
+        if not self._is_done:
+            self._is_done = True
+            try:
+                self._action()
+            except TierIOError as failure:
+                self._failure = failure
+        if self._failure is not None:
+            raise self._failure
+
+    def done(self) -> bool:
+        """Whether it has happened."""
+        return self._is_done
+
+
+class SimulatedEngine:
+    """See the note above, and `Engine` for the protocol. Bytes that were never written are poison.
+
+    Parameters
+    ----------
+    faults : iterable of Fault
+    on_files : bool
+        Transfer from and to the files themselves, under the rules of direct I/O, instead of memory.
+    seed : int
+        Of the delays, with `Transfers.THREADED`.
+    """
+
+    name = "simulated"
+
+    def __init__(
+        self,
+        transfers: Transfers = Transfers.LAZY,
+        *,
+        faults: Iterable[Fault] = (),
+        on_files: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.num_operations = {"read": 0, "write": 0}
+        self._transfers = transfers
+        self._faults = {(fault.operation, fault.at): fault for fault in faults}
+        self._on_files = on_files
+        self._contents: dict[str, torch.Tensor] = {}
+        self._random = random.Random(seed)  # noqa: S311 - reproducible delays
+        self._pool = ThreadPoolExecutor(3) if transfers is Transfers.THREADED else None
+        self._is_closed = False
+
+    def submit_read(self, file: OpenFile, offset_bytes: int, target: torch.Tensor) -> SimulatedTicket:
+        """The target is poison from now on."""
+        return self._submit("read", file, offset_bytes, target)
+
+    def submit_write(self, file: OpenFile, offset_bytes: int, source: torch.Tensor) -> SimulatedTicket:
+        """Takes the source's bytes later."""
+        return self._submit("write", file, offset_bytes, source)
+
+    def close(self) -> None:
+        """What nobody has waited for is lost, unless a thread does it."""
+        self._is_closed = True
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+
+    def _submit(self, operation: str, file: OpenFile, offset_bytes: int, buffer: torch.Tensor) -> SimulatedTicket:
+        if self._is_closed:
+            raise InternalError("an operation was submitted to a closed engine")
+        if any(value % _ALIGNMENT_BYTES for value in (offset_bytes, buffer.numel(), buffer.data_ptr())):
+            raise InternalError(f"{operation} at {offset_bytes}, {buffer.numel()} bytes, is not fit for direct I/O")
+        fault = self._faults.get((operation, self.num_operations[operation]))
+        self.num_operations[operation] += 1
+        if operation == "read":
+            buffer.fill_(POISON)
+        if not self._on_files:
+            # Made here and not by several threads at a time.
+            self._content(file)
+
+        def happen() -> None:
+            self._transfer(operation, file, offset_bytes, buffer, fault)
+
+        if self._pool is None:
+            ticket = SimulatedTicket(happen)
+            if self._transfers is Transfers.EAGER:
+                _let_happen(ticket)
+            return ticket
+        delay_seconds = self._random.random() * _MOST_DELAY_SECONDS
+        return _ThreadedTicket(self._pool.submit(_after, delay_seconds, happen))
+
+    def _transfer(
+        self, operation: str, file: OpenFile, offset_bytes: int, buffer: torch.Tensor, fault: Fault | None
+    ) -> None:
+        if self._is_closed and self._pool is None:
+            raise InternalError("an operation was waited for after its engine was closed")
+        moved = buffer if fault is None else buffer[: fault.transferred_bytes]
+        if moved.numel():
+            if self._on_files:
+                move = os.preadv if operation == "read" else os.pwritev
+                move(file.fd, [memoryview(moved.numpy())], offset_bytes)
+            else:
+                at_home = self._content(file)[offset_bytes : offset_bytes + moved.numel()]
+                if operation == "read":
+                    moved.copy_(at_home)
+                else:
+                    at_home.copy_(moved)
+        if fault is not None:
+            raise TierIOError(
+                operation,
+                file.path,
+                fault.errno,
+                offset_bytes=offset_bytes,
+                length_bytes=buffer.numel(),
+                transferred_bytes=fault.transferred_bytes,
+            )
+
+    def _content(self, file: OpenFile) -> torch.Tensor:
+        key = os.fspath(file.path)
+        if key not in self._contents:
+            self._contents[key] = torch.full((os.fstat(file.fd).st_size,), POISON, dtype=torch.uint8)
+        return self._contents[key]
+
+
+class _ThreadedTicket(SimulatedTicket):
+    """An operation on a thread."""
+
+    def __init__(self, future: Future[None]) -> None:
+        super().__init__(future.result)
+        self._future = future
+
+    def done(self) -> bool:
+        """Ask the thread."""
+        return self._future.done()
+
+
+def _after(delay_seconds: float, action: Callable[[], None]) -> None:
+    time.sleep(delay_seconds)
+    action()
+
+
+def _let_happen(ticket: SimulatedTicket) -> None:
+    try:
+        ticket.wait()
+    except TierIOError:
+        # It is told to whoever waits.
+        return

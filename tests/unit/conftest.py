@@ -1,0 +1,81 @@
+"""What many unit tests need: a tiny model, runs that end, and a folder in which nothing may be left."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import nn
+
+import zerooffload as zo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=False)
+settings.load_profile("deterministic")
+
+
+class TinyNet(nn.Module):
+    """Embedding, three blocks, and a head of one output whose bias is a parameter of one element."""
+
+    def __init__(self, width: int = 16, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, width)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(width, 1)
+        self.unembed = nn.Linear(width, 32, bias=False)
+        if tied:
+            self.unembed.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden).pow(2).mean() + self.unembed(hidden).logsumexp(-1).mean()
+
+
+@pytest.fixture
+def make_net() -> Callable[..., TinyNet]:
+    """Makes a `TinyNet` with the same values every time."""
+
+    def make(width: int = 16, *, tied: bool = False, seed: int = 0) -> TinyNet:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return TinyNet(width, tied=tied)
+
+    return make
+
+
+@pytest.fixture
+def tokens() -> torch.Tensor:
+    return torch.arange(8).reshape(2, 4)
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Iterator[Path]:
+    """A user's folder; a run that ended has left nothing in it."""
+    folder = tmp_path / "nvme"
+    folder.mkdir()
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def offload(nvme: Path) -> Iterator[Callable[..., Any]]:
+    """`offload(model, "nvme", **fields)`: every state on one tier, but for what the fields say; closed at the end."""
+    models: list[nn.Module] = []
+
+    def start(model: nn.Module, tier: str = "host", **fields: Any) -> nn.Module:
+        homes = {"params": tier, "optimizer": tier, "gradients": tier}
+        bounds = {"host_memory": "64MiB", "nvme_space": "64MiB", "nvme_paths": [nvme], "threads": 1}
+        zo.offload(model, zo.OffloadConfig(**{**homes, **bounds, **fields}))
+        models.append(model)
+        return model
+
+    yield start
+    for model in models:
+        zo.close(model)

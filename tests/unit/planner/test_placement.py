@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import product
+
+import pytest
+import torch
+
+from zerooffload import ConfigError
+from zerooffload.config import TierName
+from zerooffload.planner.placement import (
+    CHUNK_NUMEL,
+    NUM_GRADIENT_SLOTS,
+    NUM_STAGING_SLOTS,
+    Claim,
+    Placement,
+    Reach,
+    TierChoices,
+    UnitLayout,
+    home_tier,
+    place,
+)
+from zerooffload.sharding.layout import ParamSpec, lay_out
+
+TIERS = ["device", "host", "nvme"]
+Placed = Callable[..., Placement]
+
+
+def sums(claims: Iterable[Claim]) -> dict[tuple[str, str], int]:
+    return {(claim.tier.value, claim.holder): claim.nbytes for claim in claims}
+
+
+def pages(*lengths: int) -> int:
+    return sum(-(-length // 4096) * 4096 for length in lengths)
+
+
+@pytest.mark.parametrize(
+    ("choice", "unit", "tier"),
+    [
+        ("auto", "layers.0", "host"),
+        ("nvme", "layers.0", "nvme"),
+        ({"layers.*": "nvme", "*": "device"}, "layers.0", "nvme"),
+        ({"*": "device", "layers.*": "nvme"}, "layers.0", "device"),
+        ({"layers.[12]": "nvme"}, "layers.0", "host"),
+        ({"layers.*": "auto"}, "layers.0", "host"),
+        ({"(root)": "device"}, "(root)", "device"),
+    ],
+)
+def test_the_first_pattern_that_matches_names_the_home(choice: object, unit: str, tier: str) -> None:
+    assert home_tier(choice, unit) == TierName(tier)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tiers", list(product(TIERS, repeat=3)), ids="-".join)
+@pytest.mark.parametrize("shares", [True, False])
+def test_what_moves_collects_and_stages_follows_from_who_can_address_what(
+    placed: Placed,
+    cpu: Reach,
+    gpu: Reach,
+    tiers: tuple[str, str, str],
+    shares: bool,  # noqa: FBT001
+) -> None:
+    params, optimizer, gradients = tiers
+    placement = placed(cpu if shares else gpu, params=params, optimizer=optimizer, gradients=gradients)
+    device_sees = {"device", "host"} if shares else {"device"}
+    host_sees = {"device", "host"} if shares else {"host"}
+    flats = [flat for unit in placement.units for flat in unit.flats]
+    assert all(flat.moves == (params not in device_sees) for flat in flats)
+    assert all(flat.collects == (flat.layout.trainable and gradients not in device_sees) for flat in flats)
+    assert all((flat.optimizer is None) == (not flat.layout.trainable) for flat in flats)
+    assert bool(placement.window.most_nbytes) == (params not in device_sees)
+    assert bool(placement.collection.most_nbytes) == (gradients not in device_sees)
+    stages = any(tier not in host_sees for tier in tiers) and set(tiers) != {"device"}
+    frozen_stages = params not in host_sees
+    assert bool(placement.slot_nbytes) == (stages or frozen_stages)
+
+
+def test_on_a_cpu_with_everything_at_host_only_homes_are_leased(placed: Placed, cpu: Reach) -> None:
+    moments = 2 * 4
+    assert sums(placed(cpu).fixed_claims()) == {
+        ("host", "parameters"): pages(4 * 10_000, 4 * 5_008, 4 * 5_008, 4 * 3_008, 4 * 112),
+        ("host", "optimizer state"): pages(moments * 10_000, moments * 5_008, moments * 5_008, moments * 112),
+        ("host", "gradients"): pages(4 * 10_000, 4 * 5_008, 4 * 5_008, 4 * 112),
+    }
+
+
+def test_with_everything_on_nvme_rings_are_leased_at_host(placed: Placed, cpu: Reach) -> None:
+    placement = placed(cpu, params="nvme", optimizer="nvme", gradients="nvme")
+    # The embedding's only chunk is the largest.
+    assert placement.slot_nbytes == pages(40_000, 80_000, 40_000)
+    assert placement.gradient_slot_nbytes == pages(40_000)
+    claims = sums(placement.fixed_claims())
+    assert claims["host", "staging ring"] == NUM_STAGING_SLOTS * placement.slot_nbytes
+    assert claims["host", "gradient staging"] == NUM_GRADIENT_SLOTS * placement.gradient_slot_nbytes
+    assert {tier for tier, holder in claims if "staging" not in holder and "ring" not in holder} == {"nvme"}
+
+
+def test_a_window_holds_the_root_and_the_largest_other_at_least_and_all_at_most(placed: Placed, cpu: Reach) -> None:
+    window = placed(cpu, params="nvme").window
+    root, embed = pages(400), pages(40_000)
+    layers = [pages(4 * 5_008), pages(4 * 5_008) + pages(4 * 3_008)]
+    assert window.least_nbytes == root + embed
+    assert window.most_nbytes == root + embed + sum(layers)
+
+
+def test_a_window_holds_units_that_are_nested(cpu: Reach) -> None:
+    def unit(name: str, numel: int) -> UnitLayout:
+        layout = lay_out(name, [ParamSpec(f"{name}.weight", (numel,))], dtype=torch.float32, trainable=True)
+        return UnitLayout(name, (layout,), (name,))
+
+    nested = [unit("layers.0", 1024), unit("layers.0.mlp", 2048), unit("(root)", 1024)]
+    window = place(nested, TierChoices("nvme", "auto", "auto"), cpu).window
+    assert window.least_nbytes == 4 * (1024 + 2048 + 1024)
+
+
+def test_units_may_have_homes_of_their_own(placed: Placed, cpu: Reach) -> None:
+    placement = placed(cpu, params={"layers.*": "nvme"}, optimizer={"embed": "nvme"}, gradients={"(root)": "nvme"})
+    by_unit = {unit.name: unit.flats[0] for unit in placement.units if unit.flats}
+    assert [name for name, flat in by_unit.items() if flat.moves] == ["layers.0", "layers.1"]
+    assert [name for name, flat in by_unit.items() if flat.collects] == ["(root)"]
+    assert [name for name, flat in by_unit.items() if flat.optimizer_tier is TierName.NVME] == ["embed"]
+
+
+def test_a_chunk_is_no_longer_than_the_longest_shard_and_bounded(cpu: Reach) -> None:
+    def placement(numel: int) -> Placement:
+        layout = lay_out("u", [ParamSpec("w", (numel,))], dtype=torch.bfloat16, trainable=True)
+        return place([UnitLayout("(root)", (layout,), ("(root)",))], TierChoices("nvme", "nvme", "nvme"), cpu)
+
+    assert placement(10).units[0].flats[0].param.chunk_numel == 4096
+    assert placement(3 * CHUNK_NUMEL).units[0].flats[0].param.chunk_numel == CHUNK_NUMEL
+    assert placement(3 * CHUNK_NUMEL).slot_nbytes == (2 + 2 + 4 + 4 + 2) * CHUNK_NUMEL
+
+
+def test_the_host_needs_no_copy_of_what_the_device_rounds(placed: Placed, gpu: Reach) -> None:
+    claims = sums(placed(gpu, params="device").fixed_claims())
+    assert claims["device", "parameters"] == sum(-(-4 * n // 512) * 512 for n in (10_000, 5_008, 5_008, 3_008, 112))
+
+
+def test_parameters_that_cannot_be_trained_are_refused(cpu: Reach) -> None:
+    layout = lay_out("u", [ParamSpec("w", (4,))], dtype=torch.float64, trainable=True)
+    with pytest.raises(ConfigError, match="float64 cannot be trained"):
+        place([UnitLayout("(root)", (layout,), ("(root)",))], TierChoices("auto", "auto", "auto"), cpu)

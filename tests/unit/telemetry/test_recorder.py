@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from zerooffload.telemetry import Link, Recorder, StepReport, Work, process_peak_bytes, process_resident_bytes
+from zerooffload.telemetry import process_memory as module
+from zerooffload.telemetry.recorder import CountingRecorder
+
+
+def test_counts_are_taken_once() -> None:
+    recorder = CountingRecorder()
+    recorder.moved(Link.NVME_READ, 5)
+    recorder.moved(Link.NVME_READ, 6)
+    recorder.waited("parameter read", 0.5)
+    recorder.waited("parameter read", 0.25)
+    recorder.worked(Work.UPDATE_KERNEL, 2.0)
+    moved, waits, work = recorder.take()
+    assert moved.pop("nvme_read") == 11
+    assert set(moved) == {link.value for link in Link} - {"nvme_read"}
+    assert set(moved.values()) == {0}
+    assert waits == {"parameter read": 0.75}
+    assert work == {"update kernel": 2.0}
+    assert recorder.take() == ({link.value: 0 for link in Link}, {}, {})
+
+
+def test_work_is_timed_also_when_it_raises() -> None:
+    recorder = CountingRecorder()
+    with pytest.raises(ZeroDivisionError), recorder.working(Work.GRADIENT_NORM):
+        _ = 1 / 0
+    assert list(recorder.take()[2]) == ["gradient norm"]
+
+
+def test_the_plain_recorder_takes_everything_and_keeps_nothing() -> None:
+    recorder = Recorder()
+    recorder.moved(Link.COPY_IN, 5)
+    recorder.waited("x", 1.0)
+    with recorder.working(Work.UPDATE_KERNEL):
+        pass
+    assert vars(recorder) == {}
+
+
+def test_threads_may_report_at_the_same_time() -> None:
+    recorder = CountingRecorder()
+
+    def report() -> None:
+        for _ in range(500):
+            recorder.moved(Link.COPY_OUT, 1)
+
+    threads = [threading.Thread(target=report) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert recorder.take()[0]["copy_out"] == 2000
+
+
+def test_compute_is_what_waits_and_work_leave_of_a_step() -> None:
+    report = StepReport(
+        step=1,
+        seconds=10.0,
+        bytes_moved={},
+        waits={"a": 1.0, "b": 2.0},
+        work={"c": 3.0},
+        tiers=(),
+        baseline_bytes=0,
+        process_peak_bytes=0,
+    )
+    assert report.compute_seconds == 4.0
+
+
+def test_the_peak_is_at_least_what_is_resident() -> None:
+    resident = process_resident_bytes()
+    assert process_peak_bytes() >= resident > 0
+
+
+def test_where_the_kernel_tells_no_peak_the_present_stands_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "_STATUS", tmp_path / "missing")
+    monkeypatch.setattr(module, "process_resident_bytes", lambda: 17)
+    assert process_peak_bytes() == 17
