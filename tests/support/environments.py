@@ -24,7 +24,7 @@ from zerooffload.telemetry.recorder import CountingRecorder
 Homes = tuple[str, str, str]
 """Tiers of parameters, optimizer states and gradients."""
 TIERS = ("device", "host", "nvme")
-COMBINATIONS: list[Homes] = list(itertools.product(TIERS, repeat=3))
+COMBINATIONS: list[Homes] = list(itertools.product(TIERS, TIERS, TIERS))
 PAIRWISE: list[Homes] = [(a, b, TIERS[(2 * i + 2 * j) % 3]) for i, a in enumerate(TIERS) for j, b in enumerate(TIERS)]
 """Every pair of tiers for every pair of states."""
 

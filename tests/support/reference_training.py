@@ -119,13 +119,8 @@ def train_plain(recipe: Recipe, device: str = "cpu") -> Outcome:
 
 def train_offloaded(recipe: Recipe, environment: Environment | None = None, **config: Any) -> Outcome:
     """Offloaded, in the real environment or in a simulated one."""
-    model = _prepared(recipe)
-    settings = zo.OffloadConfig(**{"threads": 1, "compute_dtype": recipe.compute_dtype, **config})
+    model = offload_prepared(recipe, environment, **config)
     try:
-        if environment is None:
-            zo.offload(model, settings)
-        else:
-            make_ordinary_calls_right(model, build_run(model, settings, environment))
         optimizer = zo.AdamW(recipe.groups(model), lr=recipe.learning_rate, **recipe.options)
         outcome = _train(recipe, model, optimizer, lambda max_norm: float(zo.clip_grad_norm_(model, max_norm)))
         outcome.report = zo.step_report(model)
@@ -133,6 +128,16 @@ def train_offloaded(recipe: Recipe, environment: Environment | None = None, **co
     finally:
         zo.close(model)
     return outcome
+
+
+def offload_prepared(recipe: Recipe, environment: Environment | None = None, **config: Any) -> nn.Module:
+    """A recipe's model, offloaded."""
+    model = _prepared(recipe)
+    settings = zo.OffloadConfig(**{"threads": 1, "compute_dtype": recipe.compute_dtype, **config})
+    if environment is None:
+        return zo.offload(model, settings)
+    make_ordinary_calls_right(model, build_run(model, settings, environment))
+    return model
 
 
 @contextmanager
@@ -248,7 +253,7 @@ class ReferenceAdamW(torch.optim.Optimizer):
 
 
 def reference_norm(model: nn.Module) -> float:
-    """The 2-norm of all gradients as the product defines it: sums over fixed blocks of each flat buffer, added exactly."""
+    """The 2-norm of all gradients as the product defines it: sums over blocks of each flat buffer, added exactly."""
     params = dict(model.named_parameters(remove_duplicate=False))
     device = next(model.parameters()).device
     sums: list[float] = []

@@ -2,15 +2,15 @@
 
 [Note: the bound]
 Both optimizers compute the same real functions of a step's inputs and round each operation. With u = 2^-24 every fp32
-operation, and every scalar rounded to fp32, is off by a factor of at most 1 + u, so after k of them a value is off by at
-most k u / (1 - k u) of its magnitude (Higham, "Accuracy and Stability of Numerical Algorithms", lemma 3.1), and by one
-least subnormal for each if it underflows. What remains is the propagation of the differences that the inputs already
-have. For one element, with d* the bound on the difference of *, all in float64:
+operation, and every scalar rounded to fp32, is off by a factor of at most 1 + u, so after k of them a value is off by
+at most k u / (1 - k u) of its magnitude (Higham, "Accuracy and Stability of Numerical Algorithms", lemma 3.1), and by
+one least subnormal for each if it underflows. What remains is the propagation of the differences that the inputs
+already have. For one element, with d* the bound on the difference of *, all in float64:
 
     dg' = f dg + |g| df + roundings                                            the clipped gradient
     dm' = b1 dm + (1 - b1) dg' + roundings                                     linear
     dv' = b2 dv + (1 - b2) (2 |g'| dg' + dg'^2) + roundings                    |x^2 - y^2| <= 2 |x| |x-y| + |x-y|^2
-    dd  = min(dv' / sqrt(v'), sqrt(dv')) / sqrt(1 - b2^t) + roundings          |sqrt x - sqrt y| = |x-y| / (sqrt x + sqrt y)
+    dd  = min(dv' / sqrt(v'), sqrt(dv')) / sqrt(1 - b2^t) + roundings        |sqrt x - sqrt y| (sqrt x + sqrt y) = |x-y|
     dq  = (dm' + |m'/d| dd) / (d - dd) + roundings                             q = m' / d, if dd < d
     dp' = (1 - lr wd) dp + lr / (1 - b1^t) dq + roundings
 
@@ -30,8 +30,8 @@ U = 2.0**-24
 _LEAST_SUBNORMAL = 2.0**-149
 _LEAST_NORMAL = 2.0**-126
 
-# Roundings that each side makes, scalars' included; the more of the two sides. Ours: see `optim.reference`. Torch's, for
-# one tensor (torch/optim/adam.py): lerp is m + w (g - m), so its sum cancels and counts by its terms; addcmul is
+# Roundings that each side makes, scalars' included; the more of the two sides. Ours: see `optim.reference`. Torch's,
+# for one tensor (torch/optim/adam.py): lerp is m + w (g - m), so its sum cancels and counts by its terms; addcmul is
 # v + w g g; sqrt may be off by a whole unit (2 u); addcdiv is p + s m / d.
 _GRAD, _MOMENT, _SQUARE, _DENOMINATOR, _STEP = 1, 5, 5, 7, 6
 
@@ -113,7 +113,7 @@ class RoundingBound:
 
 
 def norm_difference(norm: float, grad_difference: float, numel: int) -> float:
-    """A bound on the difference of two norms: one exact, one by torch in fp32, of gradients that differ so much in norm.
+    """A bound on the difference of two norms, one exact, one by torch in fp32, of gradients that differ by so much.
 
     The triangle inequality, and torch's roundings: a sum of `numel` squares in any order, the roots, and the sum over
     the parameters.

@@ -157,7 +157,7 @@ class SimulatedEngine:
         if moved.numel():
             if self._on_files:
                 move = os.preadv if operation == "read" else os.pwritev
-                move(file.fd, [memoryview(moved.numpy())], offset_bytes)
+                move(file.fd, [moved.numpy().data], offset_bytes)
             else:
                 at_home = self._content(file)[offset_bytes : offset_bytes + moved.numel()]
                 if operation == "read":

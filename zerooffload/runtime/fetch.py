@@ -8,11 +8,13 @@ first served, so that a fetch that is waited for finishes those before it.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from zerooffload.accelerator import Accelerator, Event
+from zerooffload.errors import ZeroOffloadError
 from zerooffload.sharding.unit import Unit
 from zerooffload.telemetry import Wait, Waitable, Waits, wait_for_all
 from zerooffload.tiers import Block, Space, StagingRing, StagingSlot, Transfers
@@ -26,6 +28,7 @@ class Fetch:
         self.direct_reads: list[Waitable] = []
         self.num_staged = 0
         self.last_copy: Event | None = None
+        self.failure: Exception | None = None
 
 
 @dataclass
@@ -37,6 +40,22 @@ class _StagedRead:
     slot: StagingSlot | None = None
     record: torch.Tensor | None = None
     ticket: Waitable | None = None
+
+
+class Settled:
+    """A transfer that is waited for, whatever becomes of it."""
+
+    def __init__(self, ticket: Waitable) -> None:
+        self._ticket = ticket
+
+    def wait(self) -> None:
+        """Until the transfer has ended."""
+        with suppress(ZeroOffloadError):
+            self._ticket.wait()
+
+    def done(self) -> bool:
+        """Whether it has."""
+        return self._ticket.done()
 
 
 class Fetcher:
@@ -97,8 +116,21 @@ class Fetcher:
         while fetch.num_staged:
             self._issue()
             self._copy_first()
+        if fetch.failure is not None:
+            raise fetch.failure
         if fetch.last_copy is not None:
             self._waits.order(Wait.PARAMETER_COPY, self._accelerator.compute, fetch.last_copy)
+
+    def cancel(self, fetch: Fetch) -> None:
+        """See to it that nothing goes to the ranges of a fetch that failed."""
+        self._queue = deque(item for item in self._queue if item.fetch is not fetch)
+        for item in [item for item in self._reading if item.fetch is fetch]:
+            self._reading.remove(item)
+            if item.slot is not None and item.ticket is not None:
+                # The slot waits for the transfer when it is taken again.
+                self._ring.release(item.slot, [Settled(item.ticket)])
+        if fetch.last_copy is not None:
+            fetch.last_copy.wait()
 
     def _issue(self) -> None:
         while self._queue and self._ring.num_free:
@@ -113,13 +145,18 @@ class Fetcher:
         item.fetch.num_staged -= 1
         if item.ticket is None or item.record is None or item.slot is None:
             return
-        leaving: list[Waitable] = [item.ticket]
+        leaving: list[Waitable] = []
         try:
             self._waits.until(Wait.PARAMETER_READ, item.ticket)
             target = item.target[: item.home.layout.record_nbytes(item.chunk)]
             # The refill was ordered when the fetch began.
-            copied = self._transfers.copy_in(target, item.record[: target.numel()])
-            item.fetch.last_copy = copied
-            leaving = [copied]
-        finally:
-            self._ring.release(item.slot, leaving)
+            item.fetch.last_copy = self._transfers.copy_in(target, item.record[: target.numel()])
+            leaving.append(item.fetch.last_copy)
+        except Exception as error:  # noqa: BLE001 - raised by who waits for that fetch, which may be another
+            item.fetch.failure = item.fetch.failure or error
+        except BaseException:
+            # Interrupted: the transfer goes on, and the record is waited for again.
+            item.fetch.num_staged += 1
+            self._reading.appendleft(item)
+            raise
+        self._ring.release(item.slot, leaving)

@@ -96,7 +96,8 @@ class GradientPath:
         self._open: dict[int, _Collection] = {}
         self._leaving: deque[_Collection] = deque()
         self._begun: dict[Unit, None] = {}
-        self._left_by_abandoned: list[nn.Parameter] = []
+        self._lost: list[nn.Parameter] = []
+        self._loss: BaseException | None = None
 
     def begin(self, unit: Unit) -> None:
         """Backward reaches `unit`: make `grad` fit to be accumulated into, once in each backward."""
@@ -149,7 +150,7 @@ class GradientPath:
 
     def abandon_backward(self) -> None:
         """A backward raised: drop what was gathering, and remember which gradients it left."""
-        self._landing.finish()
+        self._landing.abandon()
         for collection in self._open.values():
             collection.memory.empty()
             self._free_nbytes += collection.memory.nbytes
@@ -163,26 +164,35 @@ class GradientPath:
                         # Cleared for autograd, or since then by the user: either way there is none.
                         training.held[index] = False
                     else:
-                        self._left_by_abandoned.append(param)
+                        self._lost.append(param)
         self._begun.clear()
 
     def check_whole(self) -> None:
-        """See that no gradients of an abandoned backward are left.
+        """See that no gradients are left of a backward that raised, or that could not be brought home.
 
         Raises
         ------
         ConfigError
-            If some are: those of other parameters are missing, and those accumulated before may be gone.
+            If some are: they are those of a part of the model, or not what they should be.
         """
-        if any(param.grad is not None for param in self._left_by_abandoned):
+        if any(param.grad is not None for param in self._lost):
             raise ConfigError(
-                "the last backward raised and left gradients of a part of the model: call zero_grad() first"
-            )
-        self._left_by_abandoned.clear()
+                "a backward raised, or its gradients could not be brought home, so what is left of them is not whole:"
+                " call zero_grad() first"
+            ) from self._loss
+        self._lost.clear()
+        self._loss = None
 
     def drain(self) -> None:
         """Wait until every gradient is home."""
-        self._landing.drain()
+        try:
+            self._landing.drain()
+        except BaseException as error:
+            self._loss = error
+            for unit in self._units:
+                for part, _ in trainable(unit):
+                    self._lost.extend(part.flat.params)
+            raise
         while self._leaving:
             self._give_back_oldest()
 
@@ -275,15 +285,19 @@ class GradientPath:
             self._held_before[id(part)] = list(collection.training.held)
             self._arrived[id(part)] = arrived
             arrived = set(range(len(layout.slots)))
-        collection.leaving = self._landing.send(
-            part, collection.training, part.shard_of(collection.memory.tensor), arrived
-        )
+        # Before anything is in flight: the memory must be waited for also if sending fails half-way.
         self._leaving.append(collection)
+        shard = part.shard_of(collection.memory.tensor)
+        self._landing.send(part, collection.training, shard, arrived, using=collection.leaving)
 
     def _give_back_oldest(self) -> None:
         collection = self._leaving.popleft()
         try:
             wait_for_all(self._waits, Wait.GRADIENT_WRITE, collection.leaving)
+        except BaseException as error:
+            self._loss = error
+            self._lost.extend(collection.part.flat.params)
+            raise
         finally:
             collection.memory.empty()
             self._free_nbytes += collection.memory.nbytes

@@ -10,7 +10,7 @@ import torch
 from zerooffload.accelerator import Event
 from zerooffload.optim.kernels import Kernels
 from zerooffload.sharding.unit import TrainingStates, UnitFlat
-from zerooffload.telemetry import Recorder, Wait, Waitable, Waits, Work
+from zerooffload.telemetry import Recorder, Wait, Waitable, Waits, Work, wait_for_all
 from zerooffload.tiers import Space, StagingRing, StagingSlot, Transfers
 
 
@@ -69,19 +69,26 @@ class Landing:
         self._writes: dict[tuple[int, int], Waitable] = {}
         self._sums: dict[tuple[int, int], torch.Tensor] = {}
 
-    def send(self, part: UnitFlat, training: TrainingStates, memory: torch.Tensor, arrived: set[int]) -> list[Waitable]:
+    def send(
+        self,
+        part: UnitFlat,
+        training: TrainingStates,
+        memory: torch.Tensor,
+        arrived: set[int],
+        *,
+        using: list[Waitable],
+    ) -> None:
         """Send the gradients `arrived` of a flat home from `memory`, uint8 on the device.
 
-        Returns
-        -------
-        list[Waitable]
-            What must be done before `memory` may be reused.
+        Parameters
+        ----------
+        using : list[Waitable]
+            Gets what must be done before `memory` may be reused, also if this raises.
         """
         departure = _Departure(part, training, frozenset(arrived), tuple(training.held), tuple(training.grad_factors))
         for index in arrived:
             training.held[index] = True
             training.grad_factors[index] = 1.0
-        using: list[Waitable] = []
         layout = training.gradient.layout
         for chunk in range(layout.num_chunks):
             offset = layout.record_offset(chunk)
@@ -90,19 +97,23 @@ class Landing:
                 using += self._join(departure, chunk, content, None)
             else:
                 using.append(self._copy_out(departure, chunk, content))
-        return using
 
     def finish(self) -> None:
         """Join everything that was sent; writes may still be under way."""
         while self._copying:
             self._join_first()
 
+    def abandon(self) -> None:
+        """Drop what is on its way from the device."""
+        while self._copying:
+            item = self._copying.popleft()
+            self._ring.release(item.slot, [item.copied])
+
     def drain(self) -> None:
         """Wait until everything is home."""
         self.finish()
         writes, self._writes = self._writes, {}
-        for write in writes.values():
-            self._waits.until(Wait.GRADIENT_WRITE, write)
+        wait_for_all(self._waits, Wait.GRADIENT_WRITE, writes.values())
 
     def forget_sums(self, part: UnitFlat) -> None:
         """The gradient of a flat changed."""
@@ -129,13 +140,14 @@ class Landing:
                 zero_absent(part, part.chunk_span(chunk), elements, training.held)
                 return kernels.square_sums(elements)
         slot = self._ring.acquire(self._waits)
-        record = slot.take(home.layout.file_nbytes(chunk))
-        self._read(part, training, chunk, record)
-        (elements,) = home.layout.split(chunk, record).values()
-        zero_absent(part, part.chunk_span(chunk), elements, training.held)
-        sums = self._host_kernels.square_sums(elements)
-        self._ring.release(slot)
-        return sums
+        try:
+            record = slot.take(home.layout.file_nbytes(chunk))
+            self._read(part, training, chunk, record)
+            (elements,) = home.layout.split(chunk, record).values()
+            zero_absent(part, part.chunk_span(chunk), elements, training.held)
+            return self._host_kernels.square_sums(elements)
+        finally:
+            self._ring.release(slot)
 
     def _copy_out(self, departure: _Departure, chunk: int, source: torch.Tensor) -> Event:
         if not self._ring.num_free:
@@ -171,13 +183,15 @@ class Landing:
         span = departure.part.chunk_span(chunk)
         if any(held for _, _, held in _overlaps(departure.part, span, departure.held_before)):
             own = slot or self._ring.acquire(self._waits)
-            record = own.take(home.layout.file_nbytes(chunk))
-            self._read(departure.part, departure.training, chunk, record)
-            (old,) = home.layout.split(chunk, record).values()
-            with self._recorder.working(Work.GRADIENT_ACCUMULATION):
-                self._add(departure, chunk, old, new, into_old=False)
-            if slot is None:
-                self._ring.release(own)
+            try:
+                record = own.take(home.layout.file_nbytes(chunk))
+                self._read(departure.part, departure.training, chunk, record)
+                (old,) = home.layout.split(chunk, record).values()
+                with self._recorder.working(Work.GRADIENT_ACCUMULATION):
+                    self._add(departure, chunk, old, new, into_old=False)
+            finally:
+                if slot is None:
+                    self._ring.release(own)
         zero_absent(departure.part, span, new, departure.training.held)
         with self._recorder.working(Work.GRADIENT_NORM):
             self._sums[id(departure.part), chunk] = self._host_kernels.square_sums(new)

@@ -156,6 +156,7 @@ class Residency:
             for part in unit.moving_parts:
                 part.flat.check_untouched()
         except BaseException:
+            self._fetcher.cancel(fetch)
             unit.state.to(ShardState.AT_HOME)
             self._give_back(unit)
             raise

@@ -103,8 +103,9 @@ class Schedule:
 
     def end_backward(self) -> None:
         """The backward is over: nothing is read any more, all gradients have come."""
-        self._close_backward()
+        # If this raises, the backward stays open, and `recover` closes it like one that raised itself.
         self._gradients.end_backward()
+        self._close_backward()
         self._order.end()
 
     def _use(self, point: HookPoint) -> None:

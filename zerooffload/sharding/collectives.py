@@ -8,6 +8,7 @@ ranks agreed on, never by timing or by which gradient came first. Only the threa
 from __future__ import annotations
 
 import platform
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +20,8 @@ from zerooffload.errors import RankError
 from zerooffload.telemetry import Link, Recorder
 
 T = TypeVar("T")
+
+_DEATH_SECONDS = 5.0
 
 # torch 2.13 gave both a new name, and warns about the old one.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -119,9 +122,13 @@ class GroupCollectives:
 
     def _who_is_gone(self) -> str:
         host = platform.node()
-        gone = [rank for rank, (name, pid) in enumerate(self._members) if name == host and not _lives(pid)]
-        if gone:
-            return f"rank {', '.join(map(str, gone))} is gone"
+        # A process that is being killed closes its connections some time before it counts as gone.
+        deadline = time.monotonic() + _DEATH_SECONDS
+        while time.monotonic() < deadline:
+            gone = [rank for rank, (name, pid) in enumerate(self._members) if name == host and not _lives(pid)]
+            if gone:
+                return ", ".join(f"rank {rank} is gone" for rank in gone)
+            time.sleep(0.05)
         others = sorted({name for name, _ in self._members if name != host})
         return f"a rank does not answer; none of this host's is gone{f', see {others}' if others else ''}"
 

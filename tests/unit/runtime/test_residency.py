@@ -59,6 +59,9 @@ class FakeFetcher:
         self.log: list[str] = []
         self.fails: set[str] = set()
 
+    def cancel(self, _fetch: object) -> None:
+        pass
+
     def start(self, unit: Unit, _after: object) -> Any:
         self.log.append(f"start {unit.name}")
         unit.parts[0].range.fill()  # type: ignore[union-attr]

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from support.reference_training import Outcome, Recipe, train_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+SMALL_CHUNK_NUMEL = 4096
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Such small models are slower on several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def nvme(tmp_path: Path) -> Iterator[Path]:
+    """A user's folder; a run that ended, however it ended, has left nothing in it."""
+    folder = tmp_path / "nvme"
+    folder.mkdir()
+    yield folder
+    assert list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Chunks of 4096 elements, so that a block of a small model is several."""
+    monkeypatch.setattr("zerooffload.planner.placement.CHUNK_NUMEL", SMALL_CHUNK_NUMEL)
+    return SMALL_CHUNK_NUMEL
+
+
+@pytest.fixture(scope="session")
+def plain() -> Callable[[Recipe], Outcome]:
+    """Plain training of a recipe, done once."""
+    done: dict[int, tuple[Recipe, Outcome]] = {}
+
+    def train(recipe: Recipe) -> Outcome:
+        if id(recipe) not in done:
+            done[id(recipe)] = (recipe, train_plain(recipe))
+        return done[id(recipe)][1]
+
+    return train

@@ -1,0 +1,217 @@
+"""Each wait is taken out, at each place where it is performed, and the numbers go wrong.
+
+The places are found in the package's source, so a new wait without a case here fails. Where no case can be found, the
+wait is listed as covered by another, with the reason.
+"""
+
+from __future__ import annotations
+
+import ast
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from support.environments import Homes, cpu_with_simulated_drive, least_memory, simulated
+from support.leaky_waits import LeakyWaits
+from support.reference_training import Outcome, Recipe, differences, train_offloaded, whole
+from support.simulated_accelerator import RaceError
+from support.small_models import VOCABULARY, batch
+from torch import nn
+
+import zerooffload
+from zerooffload.errors import ZeroOffloadError
+from zerooffload.telemetry import Wait, Waits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zerooffload.telemetry.recorder import CountingRecorder
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+PACKAGE = Path(zerooffload.__file__).parent
+
+
+def edit_then_use(model: nn.Module, step: int) -> list[float]:
+    """Change every block by hand: the second is brought in by evicting the first, which is then read from its home."""
+    with torch.no_grad():
+        for block in model.get_submodule("model.layers"):
+            with whole(block):
+                block.mlp.down_proj.weight.mul_(1.0 + step / 8)
+    return []
+
+
+def one_matrix() -> nn.Module:
+    """A model of one flat buffer of one chunk."""
+    torch.manual_seed(11)
+    return nn.Embedding(VOCABULARY, 16)
+
+
+def matrix_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(tokens).sin().mean()
+    return loss
+
+
+def loss_after_a_look(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Looking at the parameters waits until the gradients that are held are home."""
+    if next(model.parameters()).grad is not None:
+        with whole(model):
+            pass
+    return matrix_loss(model, tokens)
+
+
+def gradient_for_nothing(model: nn.Module, step: int) -> list[float]:
+    """A backward that is thrown away: its gradient may still be on its way when the next one is written."""
+    matrix_loss(model, batch(50 + step, 0)).backward()
+    model.zero_grad()
+    return []
+
+
+LLAMA = Recipe(num_steps=3)
+EDITED = Recipe(num_steps=3, between=edit_then_use)
+EDITED_BF16 = Recipe(num_steps=3, between=edit_then_use, compute_dtype="bf16")
+MATRIX = Recipe(num_steps=3, build=one_matrix, loss=matrix_loss)
+RESTARTED = Recipe(num_steps=3, build=one_matrix, loss=loss_after_a_look, between=gradient_for_nothing)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where a wait is needed: on a simulated device, or on a CPU, with these homes, in the least device memory."""
+
+    homes: Homes
+    on_device: bool = True
+    recipe: Recipe = LLAMA
+
+
+NVME: Homes = ("nvme", "nvme", "nvme")
+CASES: dict[tuple[str, Wait], list[Case]] = {
+    ("fetch.finish", Wait.PARAMETER_READ): [Case(("nvme", "host", "host"), on_device=False)],
+    ("fetch._copy_first", Wait.PARAMETER_READ): [Case(("nvme", "host", "host"))],
+    ("fetch.finish", Wait.PARAMETER_COPY): [Case(("host", "host", "host")), Case(NVME)],
+    # Copied from the host at once, and after a read.
+    ("fetch._start_record", Wait.RANGE_REFILL): [
+        Case(("host", "device", "device")),
+        Case(("nvme", "device", "device")),
+    ],
+    # Slots that the update's writes leave, that gradients' writes leave, and that parameters' copies leave.
+    ("staging.acquire", Wait.STAGING_REUSE): [
+        Case(("host", "nvme", "host"), on_device=False),
+        Case(("device", "device", "nvme")),
+        Case(("nvme", "device", "device")),
+    ],
+    ("landing._copy_out", Wait.GRADIENT_COMPUTED): [Case(("device", "device", "host"))],
+    ("landing._join_first", Wait.GRADIENT_COPY): [Case(("device", "device", "host"))],
+    ("landing._read", Wait.GRADIENT_READ): [Case(("host", "host", "nvme"), on_device=False), Case(NVME)],
+    # With several chunks or units, the reuse of their slots or buffers waits for the same writes first.
+    ("landing._read", Wait.GRADIENT_WRITE): [Case(NVME, recipe=MATRIX)],
+    ("landing._join", Wait.GRADIENT_WRITE): [Case(NVME, recipe=RESTARTED)],
+    ("landing.drain", Wait.GRADIENT_WRITE): [Case(NVME)],
+    ("gradients._give_back_oldest", Wait.GRADIENT_WRITE): [
+        Case(("host", "host", "nvme"), on_device=False),
+        Case(("device", "device", "host")),
+    ],
+    ("stream._finish", Wait.STATE_READ): [Case(("host", "nvme", "host"), on_device=False), Case(NVME)],
+    ("slot_access.record", Wait.STATE_READ): [Case(NVME, recipe=EDITED), Case(NVME, on_device=False, recipe=EDITED)],
+    ("staging.drain", Wait.STATE_WRITE): [Case(("host", "nvme", "host"), on_device=False), Case(NVME)],
+    ("slot_access.record", Wait.STATE_WRITE): [Case(NVME, on_device=False, recipe=EDITED)],
+    ("memory_tier.read", Wait.STATE_COPY): [Case(("host", "device", "device"))],
+    ("memory_tier.write", Wait.STATE_COPY): [Case(("device", "host", "host"))],
+}
+COVERED: dict[tuple[str, Wait], tuple[str, Case]] = {
+    ("run.update", Wait.STATE_COPY): (
+        "the update ends with the ring's drain: what the host gives compute after it is behind every copy",
+        Case(("device", "nvme", "nvme")),
+    ),
+    ("slot_access.record", Wait.STATE_COPY): (
+        "the host has just waited for the copy itself (STATE_WRITE)",
+        Case(("nvme", "device", "host"), recipe=EDITED_BF16),
+    ),
+}
+"""Waits that another one covers: why, and a run in which they are taken out in vain."""
+
+
+def places_in_the_source() -> set[tuple[str, Wait]]:
+    """Every mention of a wait outside of `telemetry`, by "module.function"."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent.name == "telemetry":
+            continue
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            for node in ast.walk(function):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Wait":
+                    found.add((f"{path.stem}.{function.name}", Wait[node.attr]))
+    return found
+
+
+def test_every_place_has_a_case() -> None:
+    assert places_in_the_source() == CASES.keys() | COVERED.keys()
+    assert not CASES.keys() & COVERED.keys()
+
+
+def test_every_wait_has_a_case() -> None:
+    assert {wait for _, wait in CASES} == set(Wait)
+
+
+@pytest.mark.parametrize(
+    ("place", "wait", "case"),
+    [
+        pytest.param(place, wait, case, id=f"{wait.name}-{place}-{number}")
+        for (place, wait), cases in CASES.items()
+        for number, case in enumerate(cases)
+    ],
+)
+def test_without_it_the_numbers_are_wrong(
+    place: str, wait: Wait, case: Case, nvme: Path, plain: Callable[[Recipe], Outcome]
+) -> None:
+    assert run(case, nvme, plain, Waits) == []
+    wrong, times = run_without(place, wait, case, nvme, plain)
+    assert times > 0
+    assert wrong != []
+
+
+@pytest.mark.parametrize(("place", "wait"), COVERED)
+def test_covered(place: str, wait: Wait, nvme: Path, plain: Callable[[Recipe], Outcome]) -> None:
+    wrong, times = run_without(place, wait, COVERED[place, wait][1], nvme, plain)
+    assert times > 0
+    assert wrong == []
+
+
+def run_without(
+    place: str, wait: Wait, case: Case, nvme: Path, plain: Callable[[Recipe], Outcome]
+) -> tuple[list[str], int]:
+    """What goes wrong without a wait, and how often it was left out."""
+    leaky: list[LeakyWaits] = []
+
+    def make_waits(recorder: CountingRecorder) -> Waits:
+        leaky.append(LeakyWaits(recorder, wait, place))
+        return leaky[-1]
+
+    wrong = run(case, nvme, plain, make_waits)
+    return wrong, leaky[-1].leaked[place]
+
+
+def run(
+    case: Case,
+    nvme: Path,
+    plain: Callable[[Recipe], Outcome],
+    make_waits: Callable[[CountingRecorder], Waits],
+) -> list[str]:
+    """What goes wrong, in words."""
+    config: dict[str, Any] = dict(zip(("params", "optimizer", "gradients"), case.homes, strict=True))
+    config |= {"nvme_paths": [nvme], "host_memory": "16MiB", "device_memory": "16MiB"}
+    with ExitStack() as stack:
+        if case.on_device:
+            environment = stack.enter_context(simulated(make_waits=make_waits))
+        else:
+            environment = cpu_with_simulated_drive(make_waits=make_waits)
+        if case.on_device or "nvme" in case.homes[0] + case.homes[2]:
+            config["device_memory"] = least_memory(case.recipe, environment, "device_memory", **config)
+        try:
+            return differences(plain(case.recipe), train_offloaded(case.recipe, environment, **config))
+        except (ZeroOffloadError, RaceError, RuntimeError) as error:
+            return [repr(error)]

@@ -1,0 +1,150 @@
+"""Leased bytes as formulas in shards and chunks, budgets to the byte, and nothing left behind."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.environments import COMBINATIONS, Homes, cpu_with_simulated_drive, least_memory, simulated
+from support.reference_training import Recipe, flat_layouts, train_offloaded
+from support.simulated_accelerator import SimulatedAccelerator
+from support.small_models import small_llama
+
+import zerooffload as zo
+from zerooffload.runtime.build import build_run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PAGE = 4096
+RECIPE = Recipe(num_steps=1)
+AMPLE = {"host_memory": "16MiB", "device_memory": "16MiB", "nvme_space": "16MiB"}
+
+
+def up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
+class Formula:
+    """What a run of the small Llama in fp32 leases, from the lengths of its flat buffers."""
+
+    def __init__(self, homes: Homes, chunk_numel: int, *, on_device: bool) -> None:
+        self.params, self.optimizer, self.gradients = homes
+        self.on_device = on_device
+        self.chunk_numel = chunk_numel
+        self.flats = [layout.numel for layout in flat_layouts(small_llama())]
+
+    def chunks(self, numel: int) -> list[int]:
+        edges = [*range(0, numel, self.chunk_numel), numel]
+        return [stop - start for start, stop in pairwise(edges)]
+
+    def block(self, tier: str, numel: int, num_parts: int) -> int:
+        """A state of one flat: on a file each chunk's record is padded to a page; in memory the whole to a block."""
+        if tier == "nvme":
+            return sum(up(num_parts * 4 * length, PAGE) for length in self.chunks(numel))
+        return self.range(num_parts * 4 * numel) if tier == "device" else up(num_parts * 4 * numel, PAGE)
+
+    def range(self, nbytes: int) -> int:
+        return up(nbytes, 512) + 512 if self.on_device else up(nbytes, PAGE)
+
+    def homes(self, tier: str) -> int:
+        total = 0
+        for home, num_parts in ((self.params, 1), (self.optimizer, 2), (self.gradients, 1)):
+            if home == tier:
+                total += sum(self.block(tier, numel, num_parts) for numel in self.flats)
+        return total
+
+    def rings(self) -> int:
+        """Four slots for what the update cannot address, two for gradients on their way."""
+        full = 4 * max(self.chunks(max(self.flats)))
+        homes = ((self.params, 1), (self.optimizer, 2), (self.gradients, 1))
+        far = [(home, parts) for home, parts in homes if home == "nvme" or (self.on_device and home == "device")]
+        if all(home == "device" for home, _ in homes):
+            far = []
+        slot = sum(up(num_parts * full, PAGE) for _, num_parts in far)
+        gradient_slot = 0
+        if self.gradients == "nvme" or (self.on_device and self.gradients == "host"):
+            gradient_slot = up(full, PAGE) * (self.on_device + (self.gradients == "nvme"))
+        return 4 * slot + 2 * gradient_slot
+
+    def windows(self) -> int:
+        """All parameters that move, and two of the largest gradient buffers that collect."""
+        moves = self.params == "nvme" or (self.on_device and self.params == "host")
+        collects = self.gradients == "nvme" or (self.on_device and self.gradients == "host")
+        ranges = [self.range(up(4 * numel, PAGE)) for numel in self.flats]
+        root = ranges[-1]
+        least = max(ranges) + root
+        return moves * sum(ranges) + collects * min(sum(ranges), 2 * least)
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "simulated"])
+@pytest.mark.parametrize("homes", COMBINATIONS, ids="-".join)
+def test_leases_are_the_formula(homes: Homes, nvme: Path, small_chunks: int, *, on_device: bool) -> None:
+    config = dict(zip(("params", "optimizer", "gradients"), homes, strict=True)) | {"nvme_paths": [nvme], **AMPLE}
+    accelerated = 0
+    if on_device:
+        with simulated() as env:
+            report = train_offloaded(RECIPE, env, **config).report
+            assert isinstance(env.accelerator, SimulatedAccelerator)
+            accelerated = env.accelerator.peak_filled_bytes
+    else:
+        report = train_offloaded(RECIPE, **config).report
+    assert report is not None
+    formula = Formula(homes, small_chunks, on_device=on_device)
+    device = formula.homes("device") + formula.windows()
+    host = formula.homes("host") + formula.rings() + (0 if on_device else device)
+    for tier, expected in zip(report.tiers, (device, host, formula.homes("nvme")), strict=True):
+        assert (tier.name, tier.planned_bytes, tier.leased_bytes) == (tier.name, expected, expected)
+    assert report.tiers[0].peak_bytes == device
+    assert accelerated <= device
+
+
+@pytest.mark.parametrize("budget", ["host_memory", "device_memory", "nvme_space"])
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_a_byte_less_is_refused_and_exactly_enough_works(budget: str, tier: str, nvme: Path) -> None:
+    config: dict[str, Any] = {**dict.fromkeys(("params", "optimizer", "gradients"), tier), **AMPLE}
+    config["nvme_paths"] = [nvme]
+    if tier == "host" and budget != "host_memory":
+        pytest.skip("takes nothing there")
+    needed = least_memory(RECIPE, None, budget, **config)
+    with pytest.raises(zo.BudgetError) as refused:
+        train_offloaded(RECIPE, **{**config, budget: needed - 1})
+    message = str(refused.value)
+    assert f"needs {needed} bytes" in message
+    assert f"the budget is {needed - 1} bytes" in message
+    assert f'{budget} = "{needed}B" (1 bytes more)' in message
+    holders = {int(number) for number in re.findall(r"  (\d+) bytes$", message, re.MULTILINE)}
+    assert holders
+    assert sum(holders) <= needed
+    model = small_llama()
+    settings = zo.OffloadConfig(**{**config, budget: needed})
+    run = build_run(model, settings, cpu_with_simulated_drive())
+    usage = {"host_memory": 1, "device_memory": 0, "nvme_space": 2}[budget]
+    assert run._resources.usage()[usage].leased_bytes == needed
+    zo.close(model)
+
+
+def test_what_a_refusal_advises_works(nvme: Path) -> None:
+    config: dict[str, Any] = {"params": "host", "optimizer": "host", "gradients": "host", "nvme_paths": [nvme]}
+    needed = least_memory(RECIPE, None, "host_memory", **config)
+    with pytest.raises(zo.BudgetError) as refused:
+        train_offloaded(RECIPE, host_memory=needed - 1, **config)
+    advice = re.findall(r'(params|optimizer|gradients) = "(device|host|nvme)"', str(refused.value))
+    assert ("gradients", "nvme") not in advice
+    for state, tier in advice:
+        model = zo.offload(small_llama(), zo.OffloadConfig(host_memory=needed - 1, **{**config, state: tier}))
+        zo.close(model)
+
+
+def test_closing_gives_everything_back(nvme: Path) -> None:
+    settings = zo.OffloadConfig(params="nvme", optimizer="nvme", gradients="nvme", nvme_paths=[nvme], **AMPLE)
+    model = small_llama()
+    run = build_run(model, settings, cpu_with_simulated_drive())
+    assert list(nvme.iterdir()) != []
+    budgets = run._resources.budgets.values()
+    assert all(budget.leased_bytes for budget in budgets)
+    zo.close(model)
+    assert not any(budget.leased_bytes for budget in budgets)
+    assert list(nvme.iterdir()) == []
