@@ -15,7 +15,7 @@ agree on which parameters got a gradient anywhere.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -24,10 +24,11 @@ from zerooffload.accelerator import DeviceRange
 from zerooffload.errors import BudgetError, ConfigError, InternalError
 from zerooffload.formats import format_bytes
 from zerooffload.runtime.landing import Landing, zero_absent
+from zerooffload.runtime.reduction_order import ReductionOrder
 from zerooffload.runtime.resources import Parts
 from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.placeholders import OffloadedGradient
-from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
+from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 from zerooffload.telemetry import Wait, Waitable, Work, wait_for_all
 from zerooffload.tiers import Space
 
@@ -44,27 +45,6 @@ class _Collection:
         layout = part.flat.layout
         elements = memory.tensor[: layout.nbytes].view(layout.dtype)
         self.views = [elements[slot.start : slot.stop].view(slot.param.shape) for slot in layout.slots]
-
-
-class ReductionOrder:
-    """Which flats depart when there are several ranks: in the model's reverse order, each once in each backward."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._flats = [flat for unit in reversed(units) for flat in trainable(unit)]
-        self._complete: set[int] = set()
-        self._next = 0
-
-    def complete(self, part: UnitFlat) -> Iterator[tuple[UnitFlat, TrainingStates]]:
-        """All gradients of `part` have arrived: what departs now."""
-        self._complete.add(id(part))
-        while self._next < len(self._flats) and id(self._flats[self._next][0]) in self._complete:
-            self._next += 1
-            yield self._flats[self._next - 1]
-
-    def rest(self) -> Iterator[tuple[UnitFlat, TrainingStates]]:
-        """What has not departed when backward ends; afterwards a new backward may begin."""
-        rest, self._next, self._complete = self._flats[self._next :], 0, set()
-        yield from rest
 
 
 class GradientPath:
@@ -301,13 +281,6 @@ class GradientPath:
         finally:
             collection.memory.empty()
             self._free_nbytes += collection.memory.nbytes
-
-
-def trainable(unit: Unit) -> Iterable[tuple[UnitFlat, TrainingStates]]:
-    """The flats of a unit that are trained."""
-    for part in unit.parts:
-        if part.training is not None:
-            yield part, part.training
 
 
 def apply_factor(target: torch.Tensor, training: TrainingStates, index: int) -> None:

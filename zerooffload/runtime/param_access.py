@@ -13,7 +13,7 @@ from zerooffload.config import TierName
 from zerooffload.errors import ConfigError
 from zerooffload.memory import Lease
 from zerooffload.optim.record import EXP_AVG, EXP_AVG_SQ, REMAINDER
-from zerooffload.runtime.gradients import GradientPath, trainable
+from zerooffload.runtime.gradients import GradientPath
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
 from zerooffload.runtime.slot_access import SlotAccess, own_piece
@@ -21,7 +21,7 @@ from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.layout import Slot
 from zerooffload.sharding.placeholders import OffloadedGradient
 from zerooffload.sharding.registry import Residence, residence_of
-from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
+from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 from zerooffload.tiers import Block
 
 

@@ -18,7 +18,7 @@ from zerooffload.optim.stream import StreamedUpdate
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.runtime.clipping import Chosen, clip_factor, norm_sum, scale, total_norm
 from zerooffload.runtime.fetch import Fetcher
-from zerooffload.runtime.gradients import GradientPath, trainable
+from zerooffload.runtime.gradients import GradientPath
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.landing import Landing
 from zerooffload.runtime.param_access import ParamAccess
@@ -28,7 +28,7 @@ from zerooffload.runtime.schedule import Schedule
 from zerooffload.runtime.update import PlannedUpdate
 from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.registry import forget, residence_of
-from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
+from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 from zerooffload.telemetry import StepReport, Wait, Work, process_peak_bytes
 from zerooffload.telemetry.recorder import CountingRecorder
 from zerooffload.tiers import Space

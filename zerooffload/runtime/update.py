@@ -10,9 +10,8 @@ from zerooffload.errors import ConfigError
 from zerooffload.optim.scalars import AdamWScalars, AdamWSettings
 from zerooffload.optim.spans import Span, cut, make_spans
 from zerooffload.optim.stream import ChunkUpdate
-from zerooffload.runtime.gradients import trainable
 from zerooffload.sharding.placeholders import OffloadedGradient
-from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
+from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 
 SettingsOf = Callable[[nn.Parameter, int, float], AdamWSettings | None]
 

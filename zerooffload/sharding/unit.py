@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,3 +127,10 @@ class Unit:
     def parameters(self) -> list[torch.nn.Parameter]:
         """All parameters."""
         return [param for part in self.parts for param in part.flat.params]
+
+
+def trainable(unit: Unit) -> Iterable[tuple[UnitFlat, TrainingStates]]:
+    """The flats of a unit that are trained."""
+    for part in unit.parts:
+        if part.training is not None:
+            yield part, part.training
