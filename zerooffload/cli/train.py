@@ -9,6 +9,7 @@ from rich.console import Console
 from zerooffload.errors import ConfigError
 from zerooffload.train import TrainingResult, read_recipe, train, write_report
 from zerooffload.train.progress import ProgressBar
+from zerooffload.train.ranks import is_first_rank
 from zerooffload.train.summary import print_summary
 
 
@@ -24,6 +25,8 @@ def train_by_recipe(path: Path, overrides: list[str], report: Path | None) -> Tr
     if report is not None and not report.absolute().parent.is_dir():
         # Found before training, not after it.
         raise ConfigError(f"cannot write the report {report}: {report.absolute().parent} is not a folder")
+    if not is_first_rank():
+        return train(recipe)
     console = Console()
     with ProgressBar(console) as bar:
         result = train(recipe, bar)

@@ -20,6 +20,7 @@ from zerooffload.planner.activations import ActivationForecast, predict_activati
 from zerooffload.telemetry import StepReport, process_peak_bytes
 from zerooffload.train.data import Windows, batches, open_tokens
 from zerooffload.train.process import give_freed_memory_back, resident_bytes_trimmed, warm_up
+from zerooffload.train.ranks import Ranks, joined_ranks
 from zerooffload.train.recipe import Recipe, cache_folder
 from zerooffload.train.schedule import lr_factor
 
@@ -82,6 +83,8 @@ class Observer:
 def train(recipe: Recipe, observer: Observer | None = None) -> TrainingResult:
     """Train as the recipe says. Whatever ends it, the tiers are left empty.
 
+    Under torchrun every rank calls it, trains on batches of its own, and keeps its shard of every state.
+
     Raises
     ------
     ConfigError
@@ -107,20 +110,20 @@ def train(recipe: Recipe, observer: Observer | None = None) -> TrainingResult:
     result.baseline_bytes = resident_bytes_trimmed()
     observer.doing("loading the model")
     model = load_model(source, config)
-    with _offloaded(model, recipe):
+    with joined_ranks() as ranks, _offloaded(model, recipe):
         observer.announced(result)
-        _run(model, windows, result, observer)
+        _run(model, windows, result, observer, ranks)
         result.process_peak_bytes = process_peak_bytes()
     return result
 
 
-def _run(model: nn.Module, windows: Windows, result: TrainingResult, observer: Observer) -> None:
+def _run(model: nn.Module, windows: Windows, result: TrainingResult, observer: Observer, ranks: Ranks) -> None:
     """Evaluate, train, evaluate."""
     if windows.num_heldout:
         observer.doing("evaluating")
         result.heldout_before = evaluate(model, windows, result.recipe.training.batch_size)
         observer.evaluated("before training", result.heldout_before)
-    for record in _steps(model, windows, result.recipe):
+    for record in _steps(model, windows, result.recipe, ranks):
         result.steps.append(record)
         observer.finished_step(record)
     if windows.num_heldout:
@@ -129,7 +132,7 @@ def _run(model: nn.Module, windows: Windows, result: TrainingResult, observer: O
         observer.evaluated("after training", result.heldout_after)
 
 
-def _steps(model: nn.Module, windows: Windows, recipe: Recipe) -> Iterator[StepRecord]:
+def _steps(model: nn.Module, windows: Windows, recipe: Recipe, ranks: Ranks) -> Iterator[StepRecord]:
     training, settings = recipe.training, recipe.optimizer
     optimizer = zo.AdamW(
         model.parameters(),
@@ -147,7 +150,9 @@ def _steps(model: nn.Module, windows: Windows, recipe: Recipe) -> Iterator[StepR
         lr = float(optimizer.param_groups[0]["lr"])
         loss = 0.0
         for _ in range(training.accumulation_steps):
-            micro_loss = next_token_loss(model, *windows.training(next(order))) / training.accumulation_steps
+            # The ranks' batches follow one another in the order that one rank would take them in.
+            mine = [next(order) for _ in range(ranks.world_size)][ranks.rank]
+            micro_loss = next_token_loss(model, *windows.training(mine)) / training.accumulation_steps
             micro_loss.backward()
             loss += micro_loss.item()
         norm = None
@@ -159,11 +164,11 @@ def _steps(model: nn.Module, windows: Windows, recipe: Recipe) -> Iterator[StepR
         seconds = time.perf_counter() - begin
         yield StepRecord(
             step=step,
-            loss=loss,
+            loss=ranks.mean(loss),
             lr=lr,
             grad_norm=norm,
             seconds=seconds,
-            tokens=training.tokens_per_step,
+            tokens=training.tokens_per_step * ranks.world_size,
             report=zo.step_report(model),
         )
 

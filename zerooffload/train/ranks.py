@@ -1,0 +1,47 @@
+"""The ranks of a training run, as torchrun starts them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zerooffload.accelerator import default_accelerator
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where a process stands among those that train together."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def mean(self, value: float) -> float:
+        """The mean of every rank's value; all call it."""
+        if self.world_size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=default_accelerator().device)
+        dist.all_reduce(total)
+        return float(total) / self.world_size
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that speaks for all."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks]:
+    """The process group of the ranks that torchrun started, or a world of one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Ranks()
+        return
+    dist.init_process_group()
+    try:
+        yield Ranks(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()
