@@ -59,7 +59,7 @@ def start(folder: Path) -> list[subprocess.Popen[str]]:
     code = SCRIPT.format(timeout=TIMEOUT_SECONDS, folder=str(folder))
     return [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code],
+            [sys.executable, "-P", "-W", "ignore", "-c", code],
             env={**environment, "RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -53,7 +53,16 @@ def train(folder: Path, world_size: int, batch_size: int) -> dict[str, object]:
         "LOCAL_WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-W", "ignore", "-c", "from zerooffload.cli import main; main()", "train", str(recipe)]
+    command = [
+        sys.executable,
+        "-P",
+        "-W",
+        "ignore",
+        "-c",
+        "from zerooffload.cli import main; main()",
+        "train",
+        str(recipe),
+    ]
     ranks = [
         subprocess.Popen(
             [*command, "--report", str(report)],

@@ -13,7 +13,7 @@ n = pytest.importorskip("zerooffload._native")
 
 def in_new_process(script: str, **variables: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", f"import zerooffload._native as n\n{script}"],
+        [sys.executable, "-P", "-c", f"import zerooffload._native as n\n{script}"],
         capture_output=True,
         text=True,
         env=os.environ | variables,
@@ -102,7 +102,7 @@ sys.modules["keep"] = (pool, engine)
 engine.submit_read(0, 0, 0, 0)
 """
     done = subprocess.run(
-        [sys.executable, "-c", f"import zerooffload._native as n\n{script}"],
+        [sys.executable, "-P", "-c", f"import zerooffload._native as n\n{script}"],
         capture_output=True,
         check=True,
         timeout=60,
@@ -120,4 +120,4 @@ spec.loader.exec_module(module)
 assert module.BLOCK_NUMEL == 4096
 assert "torch" not in sys.modules and "numpy" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-P", "-c", script], check=True, timeout=60)

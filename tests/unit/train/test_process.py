@@ -24,7 +24,7 @@ print(int(can), before - process_resident_bytes())
 
 def test_freed_tensors_leave_the_process_though_others_live_between_them() -> None:
     # Of its own: memory that a process has freed before is used first, and kept.
-    output = subprocess.check_output([sys.executable, "-W", "ignore", "-c", IN_A_FRESH_PROCESS], text=True)
+    output = subprocess.check_output([sys.executable, "-P", "-W", "ignore", "-c", IN_A_FRESH_PROCESS], text=True)
     can, freed_bytes = map(int, output.split())
     if not can:
         pytest.skip("this C library cannot be told to")
