@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.environments import COMBINATIONS, TIERS, Homes, least_memory
-from support.reference_training import Outcome, Recipe, differences, train_offloaded
-from support.small_models import MODELS
+from support.reference_training import Outcome, Recipe, differences, offload_prepared, train_offloaded
+from support.small_models import MODELS, batch
+
+import zerooffload as zo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,6 +57,24 @@ def test_the_least_window(dtype: str, gradients: str, nvme: Path, plain: Callabl
     param_bytes = nvme_bytes / 2 if gradients == "nvme" else nvme_bytes
     # Once for the update, and all units but those still there from the pass before, in each of the four passes.
     assert report.bytes_moved["nvme_read"] > 2.5 * param_bytes
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_what_is_away_reads_as_nan(nvme: Path) -> None:
+    """So that whoever reads a parameter past the hooks finds out."""
+    recipe = IN_FP32["llama"]
+    config = {"params": "nvme", "optimizer": "host", "gradients": "host", "nvme_paths": [nvme]}
+    least = least_memory(recipe, None, "device_memory", **config)
+    model = offload_prepared(recipe, device_memory=least, **config)
+    optimizer = zo.AdamW(model.parameters())
+    for step in range(2):
+        loss = recipe.loss(model, batch(step, 0))
+        away = [param for param in model.parameters() if bool(param.isnan().all())]
+        assert 0 < len(away) < len(list(model.parameters()))
+        loss.backward()
+        optimizer.step()
+        assert all(bool(param.isnan().all()) for param in model.parameters())
+    zo.close(model)
 
 
 def test_mixed_homes(nvme: Path, plain: Callable[[Recipe], Outcome]) -> None:
