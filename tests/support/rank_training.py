@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig
+from support.environments import COMBINATIONS
+from support.small_models import VOCABULARY, small_llama
 
 import zerooffload as zo
 from zerooffload.sharding.registry import residence_of
 
-TIERS = ("device", "host", "nvme")
-COMBINATIONS = list(itertools.product(TIERS, repeat=3))
 STEPS = 3
 ACCUMULATION = 2
 GLOBAL_BATCH = 12
 
 
-def tiny_llama() -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=96,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
-    return AutoModelForCausalLM.from_config(config)
-
-
 def train(rank: int, world_size: int, folder: str, tiers: tuple[str, str, str]) -> dict[str, Any]:
     """A few steps; losses are means over the global batch."""
     params, optimizer_tier, gradients = tiers
-    model = tiny_llama()
+    model = small_llama()
     config = zo.OffloadConfig(
         params=params,
         optimizer=optimizer_tier,
@@ -52,7 +35,7 @@ def train(rank: int, world_size: int, folder: str, tiers: tuple[str, str, str]) 
     losses, norms = [], []
     for _ in range(STEPS):
         for _ in range(ACCUMULATION):
-            tokens = torch.randint(0, 96, (GLOBAL_BATCH, 8), generator=generator).chunk(world_size)[rank]
+            tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, 8), generator=generator).chunk(world_size)[rank]
             loss = model(input_ids=tokens, labels=tokens).loss
             (loss / ACCUMULATION).backward()
             mean = loss.detach() / world_size

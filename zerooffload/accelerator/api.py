@@ -49,7 +49,11 @@ class DeviceRange(Protocol):
     tensor: torch.Tensor
 
     def fill(self) -> None:
-        """Take memory; its contents are undefined. Ordered on `copy_in`, which alone may write first."""
+        """Take memory; its contents are undefined.
+
+        The memory comes in the order of `copy_in`. Compute may write first too: what it may still read there is its
+        own earlier work, and copies from there were waited for before the memory was given back.
+        """
 
     def empty(self) -> None:
         """Give the memory back; whoever still reads it must be ordered before the next refill of any range."""

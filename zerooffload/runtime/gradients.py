@@ -43,7 +43,7 @@ class _Collection:
         self.arrived: set[int] = set()
         self.leaving: list[Waitable] = []
         layout = part.flat.layout
-        elements = memory.tensor[: layout.nbytes].view(layout.dtype)
+        elements = layout.elements(memory.tensor)
         self.views = [elements[slot.start : slot.stop].view(slot.param.shape) for slot in layout.slots]
 
 
@@ -168,13 +168,16 @@ class GradientPath:
         try:
             self._landing.drain()
         except BaseException as error:
-            self._loss = error
-            for unit in self._units:
-                for part, _ in trainable(unit):
-                    self._lost.extend(part.flat.params)
+            self._lose(error, [part for unit in self._units for part, _ in trainable(unit)])
             raise
         while self._leaving:
             self._give_back_oldest()
+
+    def _lose(self, error: BaseException, parts: Sequence[UnitFlat]) -> None:
+        """The gradients of these flats are not what they should be: refuse them until they are forgotten."""
+        self._loss = error
+        for part in parts:
+            self._lost.extend(part.flat.params)
 
     def changed(self, part: UnitFlat) -> None:
         """The gradient of a flat was changed at home."""
@@ -192,7 +195,7 @@ class GradientPath:
     ) -> None:
         layout = part.flat.layout
         slot = layout.slots[index]
-        target = home[: layout.nbytes].view(layout.dtype)[slot.start : slot.stop].view(slot.param.shape)
+        target = layout.elements(home)[slot.start : slot.stop].view(slot.param.shape)
         if training.held[index]:
             apply_factor(target, training, index)
             target.add_(grad)
@@ -259,7 +262,7 @@ class GradientPath:
         part, arrived = collection.part, collection.arrived
         if self._order is not None:
             layout = part.flat.layout
-            elements = collection.memory.tensor[: layout.nbytes].view(layout.dtype)
+            elements = layout.elements(collection.memory.tensor)
             zero_absent(part, (0, layout.numel), elements, [index in arrived for index in range(len(layout.slots))])
             self._collectives.reduce_scatter(elements)
             self._held_before[id(part)] = list(collection.training.held)
@@ -275,8 +278,7 @@ class GradientPath:
         try:
             wait_for_all(self._waits, Wait.GRADIENT_WRITE, collection.leaving)
         except BaseException as error:
-            self._loss = error
-            self._lost.extend(collection.part.flat.params)
+            self._lose(error, [collection.part])
             raise
         finally:
             collection.memory.empty()

@@ -164,8 +164,7 @@ class Residency:
         unit.state.to(ShardState.GATHERING)
         for part in unit.moving_parts:
             if part.range is not None:
-                layout = part.flat.layout
-                self._collectives.all_gather(part.range.tensor[: layout.nbytes].view(layout.dtype))
+                self._collectives.all_gather(part.flat.layout.elements(part.range.tensor))
         unit.state.to(ShardState.FULL)
         self._full[unit] = None
         for part in unit.moving_parts:

@@ -56,7 +56,6 @@ class Run:
         baseline_bytes: int,
     ) -> None:
         self.units = tuple(units)
-        self.plan = plan
         self._points = tuple(points)
         self._resources = resources
         self._parts = parts

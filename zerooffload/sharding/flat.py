@@ -40,7 +40,7 @@ class Flat:
 
     def bind(self, memory: torch.Tensor) -> None:
         """The memory that the parameters show while full: uint8, 1D, of the device, `[>= layout.nbytes]`."""
-        elements = memory[: self.layout.nbytes].view(self.layout.dtype)
+        elements = self.layout.elements(memory)
         self._views = [elements[slot.start : slot.stop].view(slot.param.shape) for slot in self.layout.slots]
 
     def check_untouched(self) -> None:

@@ -97,6 +97,10 @@ class FlatLayout:
         """Bytes of the whole buffer."""
         return self.numel * self.dtype.itemsize
 
+    def elements(self, memory: torch.Tensor) -> torch.Tensor:
+        """`memory` for the whole buffer, uint8 1D `[>= nbytes]`, as its elements, `[numel]`."""
+        return memory[: self.nbytes].view(self.dtype)
+
     def gaps(self) -> list[tuple[int, int]]:
         """The padding: element ranges that belong to no parameter."""
         edges = [(slot.start, slot.stop) for slot in self.slots] + [(self.numel, self.numel)]
