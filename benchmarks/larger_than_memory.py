@@ -1,7 +1,8 @@
 """Train a Llama whose states are larger than the memory that the process may take.
 
-The model has random weights and is built on the meta device: it never exists whole. With `--cgroup` the process moves
-itself into a memory cgroup of that size first, where it may (root, cgroup v1 or v2), so that the kernel holds it to it.
+The model has random weights and is built on the meta device: it never exists whole. With `--cgroup` the training runs
+in a memory cgroup of that size, made for it where that is allowed (root, cgroup v1 or v2): the kernel would end it if
+it took more.
 
     python benchmarks/larger_than_memory.py --nvme /mnt/nvme --host-memory 6GiB --cgroup 8GiB
     python benchmarks/larger_than_memory.py --nvme /mnt/nvme --gradients nvme --host-memory 2GiB --cgroup 4GiB
@@ -16,8 +17,13 @@ import argparse
 import json
 import os
 import platform
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -26,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import zerooffload as zo
 from zerooffload.formats import format_bytes, parse_bytes
-from zerooffload.memory import cgroup_limit_bytes
+from zerooffload.machine import cgroup_limit_bytes, host_memory_bytes
 from zerooffload.telemetry import process_peak_bytes, process_resident_bytes
 
 
@@ -39,7 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128, help="tokens of the one sequence a step")
     parser.add_argument("--gradients", choices=("host", "nvme"), default="host")
     parser.add_argument("--host-memory", default="6GiB", help="budget of zerooffload, of each rank")
-    parser.add_argument("--cgroup", help="memory limit to put this process under")
+    parser.add_argument("--cgroup", help="run in a memory cgroup of this size")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
@@ -60,28 +66,40 @@ def llama_of(num_params: float) -> LlamaConfig:
     )
 
 
-def enter_cgroup(limit_bytes: int) -> str:
-    """Move this process under a memory limit; say what was done."""
-    for root, limit_name in (
-        (Path("/sys/fs/cgroup"), "memory.max"),
-        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
-    ):
-        group = root / f"larger-than-memory-{os.getpid()}"
-        try:
-            group.mkdir()
-            (group / limit_name).write_text(str(limit_bytes))
-            (group / "cgroup.procs").write_text(str(os.getpid()))
-        except OSError:
-            if group.exists():
-                group.rmdir()
-            continue
-        return f"memory cgroup of {format_bytes(limit_bytes)}"
-    return "no memory cgroup could be made here"
+@contextmanager
+def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
+    """A control group with that limit, removed at the end.
+
+    Raises
+    ------
+    OSError
+        If this process may not make one.
+    """
+    root = Path("/sys/fs/cgroup")
+    if (root / "cgroup.controllers").exists():
+        limit_name = "memory.max"
+    else:
+        root, limit_name = root / "memory", "memory.limit_in_bytes"
+    group = root / f"larger-than-memory-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / limit_name).write_text(str(limit_bytes))
+        yield group
+    finally:
+        group.rmdir()
 
 
-def run(args: argparse.Namespace) -> dict[str, object]:
+def run_in_cgroup(limit: str, others: list[str]) -> int:
+    """Run the same in a child under the limit; its exit status."""
+    with memory_cgroup(parse_bytes(limit)) as group:
+        # The child moves itself before it starts Python: everything that it ever takes counts.
+        enter = f'echo $$ > {group}/cgroup.procs && exec "$0" "$@"'
+        command = ["/bin/sh", "-c", enter, sys.executable, __file__, *others]
+        return subprocess.run(command, check=False).returncode  # noqa: S603 - this script
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
     """Train, and return the result object."""
-    limited = enter_cgroup(parse_bytes(args.cgroup)) if args.cgroup else "no cgroup asked for"
     if "RANK" in os.environ:
         dist.init_process_group()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -130,7 +148,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     zo.close(model)
     peak = process_peak_bytes()
     state_bytes = num_params * 16
-    limit = parse_bytes(args.cgroup) if args.cgroup else cgroup_limit_bytes() or psutil.virtual_memory().total
+    limit = host_memory_bytes()
     checks = [
         {"name": "process peak", "value": peak, "target": limit, "better": "lower", "ok": peak < limit},
         {
@@ -142,7 +160,13 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         },
     ]
     return {
-        "machine": {"platform": platform.platform(), "cores": psutil.cpu_count(), "limit": limited},
+        "machine": {
+            "platform": platform.platform(),
+            "cores": psutil.cpu_count(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "cgroup_limit_bytes": cgroup_limit_bytes(),
+        },
+        "command": sys.argv[1:],
         "versions": {"zerooffload": zo.__version__, "torch": torch.__version__},
         "model": {"parameters": num_params, "fp32_training_state_bytes": state_bytes},
         "ranks": world_size,
@@ -153,9 +177,19 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     }
 
 
+def as_option(name: str, value: object) -> list[str]:
+    """A parsed argument as on the command line; not the cgroup, which the child is in already."""
+    if name == "cgroup" or value is False:
+        return []
+    return [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+
+
 def main() -> None:
     """Run and print."""
     args = arguments()
+    if args.cgroup:
+        others = [word for name, value in vars(args).items() for word in as_option(name, value)]
+        raise SystemExit(run_in_cgroup(args.cgroup, others))
     result = run(args)
     if int(os.environ.get("RANK", "0")):
         return

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zerooffload.accelerator import default_accelerator
 from zerooffload.config import OffloadConfig
@@ -25,17 +26,20 @@ from zerooffload.telemetry import StepReport
 M = TypeVar("M", bound=nn.Module)
 
 
-def offload(model: M, config: OffloadConfig | None = None, *, process_group: dist.ProcessGroup | None = None) -> M:
+def offload(
+    model: M, config: OffloadConfig | None = None, *, process_group: dist.ProcessGroup | DeviceMesh | None = None
+) -> M:
     """Move a model's states to their home tiers, in place, and hook the model so that it trains from there.
 
     Parameters
     ----------
     model : torch.nn.Module
-        With real (not meta) parameters and no gradients.
+        Without gradients. Parameters may be on the meta device: they are initialised unit by unit.
     config : OffloadConfig, optional
         Default: every state on host.
-    process_group : ProcessGroup, optional
-        The ranks that share the model; default: all. Each keeps 1/N of every state, and gradients are averaged.
+    process_group : ProcessGroup or 1D DeviceMesh, optional
+        The ranks that share the model; default: all. Each keeps 1/N of every state, and gradients are averaged over
+        these ranks.
 
     Returns
     -------
@@ -159,7 +163,7 @@ def _run_of(param: torch.Tensor | None) -> Run:
     return residence.run
 
 
-def _collectives(process_group: dist.ProcessGroup | None) -> Collectives:
+def _collectives(ranks: dist.ProcessGroup | DeviceMesh | None) -> Collectives:
     """Those of the group, of the default group, or of a world of one."""
     if not (dist.is_available() and dist.is_initialized()):
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -175,9 +179,15 @@ def _collectives(process_group: dist.ProcessGroup | None) -> Collectives:
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the process group has {world_size} ranks:"
             " start all of them the same way"
         )
-    group = process_group if process_group is not None else dist.group.WORLD
-    if group is None or dist.get_world_size(group) == 1:
-        return SingleRank()
+    if isinstance(ranks, DeviceMesh):
+        if ranks.ndim > 1:
+            raise ConfigError(f"{ranks} has {ranks.ndim} dimensions: hand in the one that shares the model, mesh[name]")
+        ranks = ranks.get_group()
+    group = ranks if ranks is not None else dist.group.WORLD
+    if group is None or dist.get_rank(group) < 0:
+        raise ConfigError(f"rank {dist.get_rank()} is not in the process group: call zo.offload on its members alone")
+    if dist.get_world_size(group) == 1:
+        return SingleRank(dist.get_rank())
     return GroupCollectives(group)
 
 

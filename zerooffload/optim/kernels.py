@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
 from zerooffload import native
+from zerooffload.machine import usable_cores
 from zerooffload.optim import reference
 from zerooffload.optim.record import EXP_AVG, EXP_AVG_SQ, REMAINDER
 from zerooffload.optim.scalars import AdamWScalars
@@ -115,10 +115,3 @@ def host_kernels(num_threads: int | None = None) -> Kernels:
     if native.available:
         return NativeKernels(num_threads or usable_cores())
     return TorchKernels()
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -20,7 +20,7 @@ from zerooffload.planner.placement import FlatPlacement, Reach, TierChoices, Uni
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.initial_states import InitialStates
 from zerooffload.runtime.materialize import is_on_meta, materialize
-from zerooffload.runtime.resources import Parts, Resources, limits_of
+from zerooffload.runtime.resources import Parts, Resources, limits_of, warn_if_memory_is_short
 from zerooffload.runtime.run import Run
 from zerooffload.sharding.collectives import Collectives, SingleRank, agree
 from zerooffload.sharding.flat import Flat
@@ -94,6 +94,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
     layouts = [_unit_layout(unit, params_of, config, world_size) for unit in found]
     plan = agree(env.collectives, lambda: _announce(layouts, config, env.accelerator), "planning")
     plan = _same_windows(plan, env.collectives)
+    warn_if_memory_is_short(plan)
     recorder = CountingRecorder()
     env.collectives.report_to(recorder)
     waits = env.make_waits(recorder)
@@ -129,7 +130,7 @@ def _same_windows(plan: AnnouncedPlan, collectives: Collectives) -> AnnouncedPla
 def _take_resources(
     plan: AnnouncedPlan, config: OffloadConfig, parts: Parts, env: Environment, params_of: dict[str, nn.Parameter]
 ) -> tuple[Resources, list[Unit]]:
-    resources = Resources(plan, config, parts, env.open_engine, env.collectives.rank)
+    resources = Resources(plan, config, parts, env.open_engine, env.collectives.global_rank)
     try:
         units = [_make_unit(unit, params_of, resources, env) for unit in plan.placement.units]
         resources.reserve()

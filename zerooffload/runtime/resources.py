@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -11,11 +12,15 @@ from zerooffload.accelerator import Accelerator
 from zerooffload.aio import Engine
 from zerooffload.config import OffloadConfig, TierName
 from zerooffload.errors import ConfigError, InternalError
-from zerooffload.memory import Budget, Lease, available_host_bytes
+from zerooffload.formats import format_bytes
+from zerooffload.machine import available_host_bytes, host_memory_bytes
+from zerooffload.memory import Budget, Lease
 from zerooffload.planner.admission import AnnouncedPlan, Limits
 from zerooffload.planner.placement import NUM_GRADIENT_SLOTS, NUM_STAGING_SLOTS
-from zerooffload.telemetry import Recorder, TierUsage, Waits
+from zerooffload.telemetry import Recorder, TierUsage, Waits, process_resident_bytes
 from zerooffload.tiers import NvmeTier, StagingRing, Tier, Transfers, device_tier, host_tier
+
+_log = logging.getLogger("zerooffload")
 
 _DEFAULT_PART = 0.75
 """Of what a tier has available, where the user names no bound: the rest is for activations and for others."""
@@ -36,10 +41,8 @@ def limits_of(config: OffloadConfig, accelerator: Accelerator) -> Limits:
 
     The ranks of one machine (LOCAL_WORLD_SIZE, as torchrun sets it) share what is available.
     """
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    host = config.host_memory
-    if host is None:
-        host = int(_DEFAULT_PART * available_host_bytes()) // sharing
+    sharing = ranks_of_this_machine()
+    host = _host_limit(config, sharing)
     device = config.device_memory
     if device is None:
         device = host if accelerator.shares_host_memory else int(_DEFAULT_PART * accelerator.available_bytes())
@@ -47,6 +50,42 @@ def limits_of(config: OffloadConfig, accelerator: Accelerator) -> Limits:
     if nvme is None:
         nvme = _free_space(config) // sharing
     return Limits(device, host, nvme, accelerator.shares_host_memory)
+
+
+def ranks_of_this_machine() -> int:
+    """Ranks that share this machine's memory and drives, this one included."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def _host_limit(config: OffloadConfig, sharing: int) -> int:
+    if config.host_memory is None:
+        return int(_DEFAULT_PART * available_host_bytes()) // sharing
+    machine = host_memory_bytes()
+    if config.host_memory > machine:
+        _log.warning(
+            "host_memory is %s, but this process can have %s at the most: planning with that",
+            format_bytes(config.host_memory),
+            format_bytes(machine),
+        )
+    return min(config.host_memory, machine)
+
+
+def warn_if_memory_is_short(plan: AnnouncedPlan) -> None:
+    """Tell if the ranks of this machine together plan with more host memory than they can get now.
+
+    What the process holds already may be the model in memory, which the plan's leases take the place of.
+    """
+    planned, sharing = plan.planned_bytes(TierName.HOST) * ranks_of_this_machine(), ranks_of_this_machine()
+    left = available_host_bytes() + process_resident_bytes() * sharing
+    if planned > left:
+        _log.warning(
+            "the plan holds %s of host memory (%d rank%s here), but only %s can be had now:"
+            " the kernel may end the process; lower host_memory, or free memory",
+            format_bytes(planned),
+            sharing,
+            "" if sharing == 1 else "s",
+            format_bytes(left),
+        )
 
 
 def _free_space(config: OffloadConfig) -> int:

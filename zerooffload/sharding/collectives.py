@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import psutil
@@ -29,10 +29,19 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 
 class Collectives(Protocol):
-    """What the ranks of a run do together. Buffers are 1D and of one dtype."""
+    """What the ranks of a run do together. Buffers are 1D and of one dtype.
+
+    Attributes
+    ----------
+    world_size, rank : int
+        Of the group that shares the model.
+    global_rank : int
+        In the whole job, where several groups may train at once: names files and is named in errors.
+    """
 
     world_size: int
     rank: int
+    global_rank: int
 
     def all_gather(self, full: torch.Tensor) -> None:
         """Fill `full` `[world_size * shard_numel]`, where this rank's shard is already in its place."""
@@ -52,6 +61,9 @@ class SingleRank:
 
     world_size = 1
     rank = 0
+
+    def __init__(self, global_rank: int = 0) -> None:
+        self.global_rank = global_rank
 
     def all_gather(self, full: torch.Tensor) -> None:
         """Nothing is missing."""
@@ -83,11 +95,14 @@ class GroupCollectives:
         self._group = group
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+        self.global_rank = dist.get_rank()
+        self._global_ranks = dist.get_process_group_ranks(group)
         self._recorder = Recorder()
         if dist.get_backend(group) == "gloo":
             self._cpu_group = group
         else:
-            self._cpu_group = dist.new_group(dist.get_process_group_ranks(group), backend="gloo")
+            # Only the members make it: ranks outside may know nothing of this model.
+            self._cpu_group = dist.new_group(self._global_ranks, backend="gloo", use_local_synchronization=True)
         self._members: list[tuple[str, int]] = []
         self._members = self.gather_objects((platform.node(), psutil.Process().pid))
 
@@ -118,14 +133,15 @@ class GroupCollectives:
         try:
             collective()
         except RuntimeError as error:
-            raise RankError(f"{what} failed on rank {self.rank}: {self._who_is_gone()} ({error})") from error
+            raise RankError(f"{what} failed on rank {self.global_rank}: {self._who_is_gone()} ({error})") from error
 
     def _who_is_gone(self) -> str:
         host = platform.node()
         # A process that is being killed closes its connections some time before it counts as gone.
         deadline = time.monotonic() + _DEATH_SECONDS
         while time.monotonic() < deadline:
-            gone = [rank for rank, (name, pid) in enumerate(self._members) if name == host and not _lives(pid)]
+            members = zip(self._global_ranks, self._members, strict=False)  # no members yet while they are exchanged
+            gone = [rank for rank, (name, pid) in members if name == host and not _lives(pid)]
             if gone:
                 return ", ".join(f"rank {rank} is gone" for rank in gone)
             time.sleep(0.05)
@@ -147,12 +163,12 @@ def agree(collectives: Collectives, work: Callable[[], T], what: str) -> T:
         result.append(work())
     except Exception as failure:  # noqa: BLE001 - raised below, once the others know
         error = failure
-    texts: Sequence[str | None] = collectives.gather_objects(
-        None if error is None else f"{type(error).__name__}: {error}"
+    failures = collectives.gather_objects(
+        None if error is None else f"rank {collectives.global_rank}: {type(error).__name__}: {error}"
     )
     if error is not None:
         raise error
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
+    failed = [failure for failure in failures if failure is not None]
     if failed:
         raise RankError(f"{what} failed on another rank: " + "; ".join(failed))
     return result[0]

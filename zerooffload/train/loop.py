@@ -110,7 +110,7 @@ def train(recipe: Recipe, observer: Observer | None = None) -> TrainingResult:
     result.baseline_bytes = resident_bytes_trimmed()
     observer.doing("loading the model")
     model = load_model(source, config)
-    with joined_ranks() as ranks, _offloaded(model, recipe):
+    with joined_ranks(recipe.training.rank_timeout_seconds) as ranks, _offloaded(model, recipe):
         observer.announced(result)
         _run(model, windows, result, observer, ranks)
         result.process_peak_bytes = process_peak_bytes()

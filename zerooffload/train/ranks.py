@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -35,12 +36,18 @@ def is_first_rank() -> bool:
 
 
 @contextmanager
-def joined_ranks() -> Iterator[Ranks]:
-    """The process group of the ranks that torchrun started, or a world of one."""
+def joined_ranks(timeout_seconds: float) -> Iterator[Ranks]:
+    """The process group of the ranks that torchrun started, or a world of one.
+
+    Parameters
+    ----------
+    timeout_seconds : float
+        Of every operation in which ranks wait for each other.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return
-    dist.init_process_group()
+    dist.init_process_group(timeout=timedelta(seconds=timeout_seconds))
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:

@@ -120,6 +120,9 @@ class TrainingSection(BaseModel):
     """Of the order of the data, of dropout and of random weights."""
     evaluation_windows: CountOrNone = 0
     """Sequences held out from the end of the data; their loss is taken before and after training."""
+    rank_timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """Under torchrun: how long a rank waits for the others before it gives up. A rank of the same machine that dies is
+    noticed at once."""
 
     @property
     def tokens_per_step(self) -> int:

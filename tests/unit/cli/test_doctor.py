@@ -117,14 +117,6 @@ def test_the_nearest_mount_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert storage._file_system("path", folder).verdict is Verdict.NOTE
 
 
-@pytest.mark.parametrize(("text", "cores"), [("150000 100000", 1.5), ("max 100000", None), ("", None)])
-def test_cpu_quotas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cores: float | None) -> None:
-    (tmp_path / "cpu.max").write_text(text)
-    monkeypatch.setattr(hardware, "_CPU_QUOTA_V2", tmp_path / "cpu.max")
-    monkeypatch.setattr(hardware, "_CPU_QUOTA_V1", (tmp_path / "none", tmp_path / "none"))
-    assert hardware.cpu_quota() == cores
-
-
 def test_huge_pages_that_are_off_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = tmp_path / "enabled"
     setting.write_text("always madvise [never]\n")

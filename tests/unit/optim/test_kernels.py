@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
 
 from zerooffload import ConfigError, native
-from zerooffload.optim.kernels import Kernels, NativeKernels, TorchKernels, host_kernels, usable_cores
+from zerooffload.optim.kernels import Kernels, NativeKernels, TorchKernels, host_kernels
 from zerooffload.optim.record import EXP_AVG, EXP_AVG_SQ, REMAINDER, optimizer_parts
 from zerooffload.optim.reference import BLOCK_NUMEL, join_master, split_master
 from zerooffload.optim.scalars import AdamWSettings
@@ -114,14 +113,6 @@ def test_without_the_native_module_torch_computes(monkeypatch: pytest.MonkeyPatc
 @needs_native
 def test_the_kernels_name_tells_target_and_threads() -> None:
     assert host_kernels(2).name == f"native ({native.module.active_target()}, 2 threads)"
-
-
-def test_usable_cores_keep_to_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 5, 9})
-    assert usable_cores() == 3
-    monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert usable_cores() == 1
 
 
 @pytest.mark.parametrize(

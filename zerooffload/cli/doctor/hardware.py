@@ -12,14 +12,11 @@ import torch
 
 from zerooffload.cli.doctor.finding import Finding, Verdict
 from zerooffload.formats import GIB, MIB, format_bytes
-from zerooffload.memory import cgroup_limit_bytes
-from zerooffload.optim.kernels import usable_cores
+from zerooffload.machine import available_host_bytes, cgroup_limit_bytes, cpu_quota, lockable_bytes, usable_cores
 
 _LITTLE_MEMORY_BYTES = 2 * GIB
 _LITTLE_MEMLOCK_BYTES = 64 * MIB
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-_CPU_QUOTA_V2 = Path("/sys/fs/cgroup/cpu.max")
-_CPU_QUOTA_V1 = (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us"))
 
 
 def hardware_findings() -> Iterator[Finding]:
@@ -41,14 +38,6 @@ def _cores() -> Finding:
         advice = "the kernel pool takes the usable cores: set [offload] threads to the quota"
         return Finding("cores", f"{value}, CPU quota {quota:g}", Verdict.NOTE, advice)
     return Finding("cores", value)
-
-
-def cpu_quota() -> float | None:
-    """Cores' worth of time that the process's cgroup allows, or None without a limit."""
-    texts = _words(_CPU_QUOTA_V2) or [word for path in _CPU_QUOTA_V1 for word in _words(path)]
-    if len(texts) == 2 and texts[0].isdigit() and texts[1].isdigit() and int(texts[1]):
-        return int(texts[0]) / int(texts[1])
-    return None
 
 
 def _threads() -> Finding:
@@ -74,14 +63,15 @@ def _memory_cgroup() -> Finding:
     limit = cgroup_limit_bytes()
     if limit is None:
         return Finding("memory cgroup", "no limit")
-    return Finding("memory cgroup", f"limit {format_bytes(limit)}; budgets are planned against it")
+    left = format_bytes(available_host_bytes())
+    return Finding("memory cgroup", f"limit {format_bytes(limit)}, {left} left; budgets are planned against it")
 
 
 def _memlock() -> Finding:
     soft, hard = (_limit(value) for value in resource.getrlimit(resource.RLIMIT_MEMLOCK))
     value = f"soft {soft}, hard {hard}"
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit != resource.RLIM_INFINITY and limit < _LITTLE_MEMLOCK_BYTES:
+    lockable = lockable_bytes()
+    if lockable is not None and lockable < _LITTLE_MEMLOCK_BYTES:
         advice = (
             "raise it (ulimit -l) if memory is to be pinned for a GPU or registered for I/O; nothing needs it on a CPU"
         )
