@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         CheckpointError,
         ConfigError,
         InternalError,
+        RankError,
         TierIOError,
         ZeroOffloadError,
     )
@@ -36,6 +37,7 @@ _HOMES = {
     "ConfigError": "errors",
     "InternalError": "errors",
     "OffloadConfig": "config",
+    "RankError": "errors",
     "StepReport": "telemetry",
     "TierIOError": "errors",
     "TierUsage": "telemetry",
@@ -54,6 +56,7 @@ __all__ = [
     "ConfigError",
     "InternalError",
     "OffloadConfig",
+    "RankError",
     "StepReport",
     "TierIOError",
     "TierUsage",

@@ -17,6 +17,7 @@ FACE = [
     "ConfigError",
     "InternalError",
     "OffloadConfig",
+    "RankError",
     "StepReport",
     "TierIOError",
     "TierUsage",

@@ -267,7 +267,7 @@ def reference_norm(model: nn.Module) -> float:
     return math.sqrt(math.fsum(sums))
 
 
-def flat_layouts(model: nn.Module, *, trainable: bool | None = True) -> Iterator[FlatLayout]:
+def flat_layouts(model: nn.Module, *, trainable: bool | None = True, world_size: int = 1) -> Iterator[FlatLayout]:
     """The flat buffers that the model is cut into, by the package's own pure code; all of them with None."""
     params = dict(model.named_parameters(remove_duplicate=False))
     for unit in find_units(model, "auto"):
@@ -278,7 +278,7 @@ def flat_layouts(model: nn.Module, *, trainable: bool | None = True) -> Iterator
             groups.setdefault((param.dtype, param.requires_grad), []).append(spec)
         for (dtype, is_trainable), specs in groups.items():
             if trainable is None or is_trainable == trainable:
-                yield lay_out(unit.name, specs, dtype=dtype, trainable=is_trainable)
+                yield lay_out(unit.name, specs, dtype=dtype, trainable=is_trainable, world_size=world_size)
 
 
 def _to_compute_dtype(model: nn.Module) -> dict[torch.Tensor, torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from zerooffload.planner.admission import AnnouncedPlan, announce
 from zerooffload.planner.placement import FlatPlacement, Reach, TierChoices, UnitLayout, UnitPlacement, place
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.initial_states import InitialStates
-from zerooffload.runtime.materialize import is_on_meta, materialize
+from zerooffload.runtime.initialization import is_on_meta, materialize
 from zerooffload.runtime.resources import Parts, Resources, limits_of, warn_if_memory_is_short
 from zerooffload.runtime.run import Run
 from zerooffload.sharding.collectives import Collectives, SingleRank, agree
@@ -99,7 +99,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
     env.collectives.report_to(recorder)
     waits = env.make_waits(recorder)
     parts = Parts(env.accelerator, Transfers(env.accelerator, waits, recorder), waits, recorder)
-    resources, units = agree(env.collectives, lambda: _take_resources(plan, config, parts, env, params_of), "start-up")
+    resources, units = _take_resources_together(plan, config, parts, env, params_of)
     run = Run(
         units=units,
         points=_hook_points(found, units),
@@ -125,6 +125,24 @@ def _same_windows(plan: AnnouncedPlan, collectives: Collectives) -> AnnouncedPla
     """The smallest windows of any rank: they decide when units are gathered, which must be the same everywhere."""
     windows = collectives.gather_objects((plan.window_nbytes, plan.collection_nbytes))
     return plan.with_windows(min(window for window, _ in windows), min(collection for _, collection in windows))
+
+
+def _take_resources_together(
+    plan: AnnouncedPlan, config: OffloadConfig, parts: Parts, env: Environment, params_of: dict[str, nn.Parameter]
+) -> tuple[Resources, list[Unit]]:
+    """On every rank or on none: one that has taken its own gives it back if another could not."""
+    taken: list[tuple[Resources, list[Unit]]] = []
+    try:
+        agree(
+            env.collectives,
+            lambda: taken.append(_take_resources(plan, config, parts, env, params_of)),
+            "start-up",
+        )
+    except BaseException:
+        for resources, _ in taken:
+            resources.close()
+        raise
+    return taken[0]
 
 
 def _take_resources(
@@ -215,15 +233,10 @@ def _hook_points(found: Iterable[UnitModules], units: Iterable[Unit]) -> list[Ho
 def _hand_over(model: nn.Module, units: Sequence[Unit], resources: Resources, parts: Parts) -> None:
     """Unit by unit: write the values home, then let the parameters show what they are from now on."""
     states = InitialStates(resources.ring, parts.waits)
-    waiting = list(units)
-    if is_on_meta(model):
-        # A unit leaves as soon as its last parameter has values.
-        for _ in materialize(model, torch.device("cpu")):
-            while waiting and (ready := next((unit for unit in waiting if _has_values(unit)), None)) is not None:
-                waiting.remove(ready)
-                _hand_over_unit(ready, states)
-    for unit in waiting:
-        _hand_over_unit(unit, states)
+    for unit in _with_values(model, units):
+        for part in unit.parts:
+            states.write(part)
+            part.show_at_home()
     states.finish()
     device = parts.accelerator.device
     for module in model.modules():
@@ -232,11 +245,11 @@ def _hand_over(model: nn.Module, units: Sequence[Unit], resources: Resources, pa
                 module._buffers[name] = buffer.to(device)
 
 
-def _hand_over_unit(unit: Unit, states: InitialStates) -> None:
-    for part in unit.parts:
-        states.write(part)
-        part.show_at_home()
-
-
-def _has_values(unit: Unit) -> bool:
-    return not any(param.is_meta for param in unit.parameters())
+def _with_values(model: nn.Module, units: Sequence[Unit]) -> Iterator[Unit]:
+    """The units, each when its parameters have values."""
+    if not is_on_meta(model):
+        yield from units
+        return
+    filled = materialize(model, torch.device("cpu"), [unit.parameters() for unit in units])
+    for _, unit in zip(filled, units, strict=True):
+        yield unit

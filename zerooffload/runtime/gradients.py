@@ -264,7 +264,7 @@ class GradientPath:
             layout = part.flat.layout
             elements = layout.elements(collection.memory.tensor)
             zero_absent(part, (0, layout.numel), elements, [index in arrived for index in range(len(layout.slots))])
-            self._collectives.reduce_scatter(elements)
+            self._collectives.reduce_scatter(elements, layout.name)
             self._held_before[id(part)] = list(collection.training.held)
             self._arrived[id(part)] = arrived
             arrived = set(range(len(layout.slots)))

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
 from zerooffload.optim.record import REMAINDER
 from zerooffload.optim.reference import split_master
-from zerooffload.sharding.layout import FlatLayout, Slot
+from zerooffload.sharding.layout import FlatLayout
 from zerooffload.sharding.unit import UnitFlat
 from zerooffload.telemetry import Waits
 from zerooffload.tiers import Block, Space, StagingRing
 
 Views = Mapping[str, torch.Tensor]
 Span = tuple[int, int]
+
+_PIECE_NUMEL = 1 << 14
+"""Masters that are split at once."""
 
 
 class InitialStates:
@@ -54,28 +57,38 @@ class InitialStates:
 def _write_params(views: Views, values: list[torch.Tensor], layout: FlatLayout, span: Span) -> None:
     (target,) = views.values()
     target.zero_()
-    for slot, value in zip(layout.slots, values, strict=True):
-        source, place = _overlap(slot, value, span)
+    for source, place in _overlaps(layout, values, span):
         if layout.dtype is torch.bfloat16 and source.dtype is torch.float32:
-            source = split_master(source)[0]
-        target[place].copy_(source)
+            _split(source, param=target[place])
+        else:
+            target[place].copy_(source)
 
 
 def _write_record(views: Views, values: list[torch.Tensor], layout: FlatLayout, span: Span) -> None:
     for view in views.values():
         view.zero_()
-    remainder = views.get(REMAINDER.name)
-    if remainder is None:
+    if REMAINDER.name not in views:
         return
-    for slot, value in zip(layout.slots, values, strict=True):
-        source, place = _overlap(slot, value, span)
+    for source, place in _overlaps(layout, values, span):
         if source.dtype is torch.float32:
-            remainder[place].copy_(split_master(source)[1])
+            _split(source, remainder=views[REMAINDER.name][place])
 
 
-def _overlap(slot: Slot, value: torch.Tensor, span: Span) -> tuple[torch.Tensor, slice]:
-    """The part of a parameter that lies in a span, and its place counted from the span's start."""
+def _split(master: torch.Tensor, *, param: torch.Tensor | None = None, remainder: torch.Tensor | None = None) -> None:
+    """Write one half of an fp32 master; in pieces, because its temporaries take 24 bytes an element."""
+    for start in range(0, master.numel(), _PIECE_NUMEL):
+        piece = slice(start, start + _PIECE_NUMEL)
+        halves = split_master(master[piece])
+        for target, half in zip((param, remainder), halves, strict=True):
+            if target is not None:
+                target[piece].copy_(half)
+
+
+def _overlaps(layout: FlatLayout, values: Iterable[torch.Tensor], span: Span) -> Iterator[tuple[torch.Tensor, slice]]:
+    """The parts of parameters that lie in a span, and their places counted from the span's start."""
     start, stop = span
-    low = max(slot.start, start)
-    high = max(low, min(slot.stop, stop))
-    return value[low - slot.start : high - slot.start], slice(low - start, high - start)
+    for slot, value in zip(layout.slots, values, strict=True):
+        low = max(slot.start, start)
+        high = min(slot.stop, stop)
+        if low < high:
+            yield value[low - slot.start : high - slot.start], slice(low - start, high - start)

@@ -164,7 +164,7 @@ class Residency:
         unit.state.to(ShardState.GATHERING)
         for part in unit.moving_parts:
             if part.range is not None:
-                self._collectives.all_gather(part.flat.layout.elements(part.range.tensor))
+                self._collectives.all_gather(part.flat.layout.elements(part.range.tensor), part.flat.layout.name)
         unit.state.to(ShardState.FULL)
         self._full[unit] = None
         for part in unit.moving_parts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 import time
+import zlib
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -43,11 +44,11 @@ class Collectives(Protocol):
     rank: int
     global_rank: int
 
-    def all_gather(self, full: torch.Tensor) -> None:
-        """Fill `full` `[world_size * shard_numel]`, where this rank's shard is already in its place."""
+    def all_gather(self, full: torch.Tensor, name: str) -> None:
+        """Fill `full` `[world_size * shard_numel]`, where this rank's shard is already in its place; `name`'s."""
 
-    def reduce_scatter(self, full: torch.Tensor) -> torch.Tensor:
-        """The mean over the ranks of this rank's shard of `full`, as a view `[shard_numel]` of it."""
+    def reduce_scatter(self, full: torch.Tensor, name: str) -> torch.Tensor:
+        """The mean over the ranks of this rank's shard of `full`, as a view `[shard_numel]` of it; `name`'s."""
 
     def gather_objects(self, value: T) -> list[T]:
         """The small values of all ranks, in rank order."""
@@ -65,10 +66,10 @@ class SingleRank:
     def __init__(self, global_rank: int = 0) -> None:
         self.global_rank = global_rank
 
-    def all_gather(self, full: torch.Tensor) -> None:
+    def all_gather(self, full: torch.Tensor, name: str) -> None:
         """Nothing is missing."""
 
-    def reduce_scatter(self, full: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, full: torch.Tensor, name: str) -> torch.Tensor:  # noqa: ARG002
         """Nothing to add."""
         return full
 
@@ -88,7 +89,7 @@ class GroupCollectives:
     Raises
     ------
     RankError
-        From every method, if another rank is gone.
+        From every method, if another rank is gone, or does something else at this moment.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -106,16 +107,16 @@ class GroupCollectives:
         self._members: list[tuple[str, int]] = []
         self._members = self.gather_objects((platform.node(), psutil.Process().pid))
 
-    def all_gather(self, full: torch.Tensor) -> None:
+    def all_gather(self, full: torch.Tensor, name: str) -> None:
         """See `Collectives`."""
         shard = full.chunk(self.world_size)[self.rank]
-        self._do("all-gather", lambda: _all_gather_single(full, shard, group=self._group))
+        self._do(f"all-gather of {name}", lambda: _all_gather_single(full, shard, group=self._group))
         self._recorder.moved(Link.GATHERED, full.nbytes - shard.nbytes)
 
-    def reduce_scatter(self, full: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, full: torch.Tensor, name: str) -> torch.Tensor:
         """See `Collectives`. The sum is divided once, in the buffer's dtype."""
         shard = full.chunk(self.world_size)[self.rank]
-        self._do("reduce-scatter", lambda: _reduce_scatter_single(shard, full, group=self._group))
+        self._do(f"reduce-scatter of {name}", lambda: _reduce_scatter_single(shard, full, group=self._group))
         self._recorder.moved(Link.REDUCED, full.nbytes - shard.nbytes)
         return shard.div_(self.world_size)
 
@@ -131,11 +132,29 @@ class GroupCollectives:
 
     def _do(self, what: str, collective: Callable[[], object]) -> None:
         try:
+            self._check_same(what)
             collective()
         except RuntimeError as error:
             raise RankError(f"{what} failed on rank {self.global_rank}: {self._who_is_gone()} ({error})") from error
 
+    def _check_same(self, what: str) -> None:
+        """See that every rank is about to do `what`: messages of one length would be taken for each other."""
+        mine = torch.tensor([zlib.crc32(what.encode())])
+        everyones = mine.new_empty(self.world_size)
+        _all_gather_single(everyones, mine, group=self._cpu_group)
+        if bool((everyones == mine).all()):
+            return
+        doing: list[Any] = [None] * self.world_size
+        dist.all_gather_object(doing, what, group=self._cpu_group)
+        ranks = ", ".join(f"rank {rank}: {text}" for rank, text in zip(self._global_ranks, doing, strict=True))
+        raise RankError(
+            f"the ranks do not do the same ({ranks}): every rank must call the same parts of the model in the same"
+            " order. Let a rank that does not need a part call it too, and multiply what comes out with 0."
+        )
+
     def _who_is_gone(self) -> str:
+        if not self._members:
+            return "a rank does not answer"
         host = platform.node()
         # A process that is being killed closes its connections some time before it counts as gone.
         deadline = time.monotonic() + _DEATH_SECONDS

@@ -36,7 +36,7 @@ class FakeFlat:
     shown = "away"
 
     def __init__(self, nbytes: int) -> None:
-        self.layout = SimpleNamespace(elements=lambda memory: memory[:nbytes])
+        self.layout = SimpleNamespace(elements=lambda memory: memory[:nbytes], name="flat")
 
     def show_full(self) -> None:
         self.shown = "full"

@@ -66,6 +66,6 @@ def test_an_equal_parameter_is_not_the_same(params: list[nn.Parameter]) -> None:
 
 def test_in_a_world_of_one_a_shard_is_the_whole() -> None:
     alone, buffer = SingleRank(), torch.arange(4)
-    alone.all_gather(buffer)
-    assert alone.reduce_scatter(buffer) is buffer
+    alone.all_gather(buffer, "unit")
+    assert alone.reduce_scatter(buffer, "unit") is buffer
     assert (alone.rank, alone.world_size) == (0, 1)

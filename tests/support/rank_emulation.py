@@ -1,0 +1,113 @@
+"""What several ranks compute, in one process and in plain PyTorch, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from support.rank_training import Loss
+from support.reference_training import ReferenceAdamW, flat_layouts
+from torch import nn
+
+from zerooffload.optim import reference
+
+
+class EmulatedRanks:
+    """One model that is trained as `world_size` ranks train it with the package.
+
+    In each micro-step every rank's loss has a backward of its own. The flat buffers of its gradients are added in the
+    order in which gloo adds them, and divided by the number of ranks once. Micro-steps add up in fp32. The norm adds
+    exact sums of squares over each rank's shard, in rank order.
+
+    Everything runs on one thread, as in the ranks: other threads cut sums in other places.
+    """
+
+    def __init__(self, model: nn.Module, world_size: int, **options: object) -> None:
+        self.model = model
+        self.world_size = world_size
+        self.optimizer = ReferenceAdamW(model.parameters(), {}, **options)
+        self._layouts = list(flat_layouts(model, world_size=world_size))
+        self._params = dict(model.named_parameters(remove_duplicate=False))
+        self._means: list[torch.Tensor | None] = [None] * len(self._layouts)
+        self._held: set[str] = set()
+
+    def micro_step(self, losses: Sequence[Loss], num_micro_steps: int = 1) -> list[float]:
+        """Each rank's forward and backward; returns their losses."""
+        values: list[float] = []
+        flats: list[list[torch.Tensor]] = [[] for _ in self._layouts]
+        arrived: set[str] = set()
+        for loss in losses:
+            value = loss(self.model)
+            (value / num_micro_steps).backward()
+            values.append(value.item())
+            for layout, of_ranks in zip(self._layouts, flats, strict=True):
+                flat = torch.zeros(layout.numel)
+                for slot in layout.slots:
+                    grad = self._params[slot.param.name].grad
+                    if grad is not None:
+                        flat[slot.start : slot.stop] = grad.reshape(-1)
+                        arrived.add(slot.param.name)
+                of_ranks.append(flat)
+            self.model.zero_grad()
+        for position, of_ranks in enumerate(flats):
+            mean = torch.cat([ring_sum(of_ranks, rank) for rank in range(self.world_size)]).div_(self.world_size)
+            earlier = self._means[position]
+            self._means[position] = mean if earlier is None else earlier + mean
+        self._held |= arrived
+        return values
+
+    def gradient(self, name: str) -> torch.Tensor:
+        """The mean over the ranks that has been added up so far, before clipping."""
+        for layout, mean in zip(self._layouts, self._means, strict=True):
+            for slot in layout.slots:
+                if name == slot.param.name and mean is not None:
+                    return mean[slot.start : slot.stop].view(slot.param.shape)
+        raise KeyError(name)
+
+    def norm(self) -> float:
+        """Of the mean, in double."""
+        parts = []
+        for rank in range(self.world_size):
+            sums: list[float] = []
+            for mean in self._means:
+                if mean is not None:
+                    sums += reference.square_sums(mean.chunk(self.world_size)[rank]).tolist()
+            parts.append(math.fsum(sums))
+        return math.sqrt(sum(parts))
+
+    def clip(self, max_norm: float) -> float:
+        """Let the step multiply gradients so that their norm is at most `max_norm`. Returns it before, as fp32."""
+        norm = self.norm()
+        self.optimizer.grad_factor = float(np.float32(min(1.0, max_norm / (norm + 1e-6))))
+        return float(np.float32(norm))
+
+    def step(self) -> None:
+        """Update what has a gradient on any rank, and forget gradients."""
+        for layout in self._layouts:
+            for slot in layout.slots:
+                if slot.param.name in self._held:
+                    self._params[slot.param.name].grad = self.gradient(slot.param.name)
+        self.optimizer.step()
+        self.model.zero_grad()
+        self._means = [None] * len(self._layouts)
+        self._held.clear()
+
+    def params(self) -> dict[str, torch.Tensor]:
+        """Copies of all parameters."""
+        return {name: param.detach().clone() for name, param in self.model.named_parameters()}
+
+
+def ring_sum(of_ranks: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    """The shard of `rank` as gloo sums it: a ring, in which it starts at the rank before and ends at its own.
+
+    Of three ranks, rank 0 gets (g2 + g1) + g0, rank 1 (g0 + g2) + g1, rank 2 (g1 + g0) + g2. Of two, either order is
+    the same sum.
+    """
+    world_size = len(of_ranks)
+    shards = [flat.chunk(world_size)[rank] for flat in of_ranks]
+    total = shards[rank - 1].clone()
+    for distance in range(2, world_size + 1):
+        total += shards[(rank - distance) % world_size]
+    return total
