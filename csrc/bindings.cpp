@@ -4,13 +4,18 @@
 // that works or waits releases the GIL.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "base/dtype.hpp"
@@ -18,9 +23,10 @@
 #include "cpu/target.hpp"
 #include "io/failure.hpp"
 #include "io/thread_engine.hpp"
-#include "optim/adamw.hpp"
 #include "optim/gradients.hpp"
 #include "optim/master_weights.hpp"
+#include "optim/step.hpp"
+#include "optim/traffic.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -56,43 +62,32 @@ void bind_cpu(nb::module_& m) {
 // --- kernels
 // ---------------------------------------------------------------------------------------------------------
 
-void bind_scalars(nb::module_& m) {
-  using optim::AdamWScalars;
-  nb::class_<AdamWScalars>(m, "AdamWScalars", "Factors of one AdamW step; each rounded once to float32.")
-      .def(
-          "__init__",
-          [](AdamWScalars* self, double grad_factor, double decay, double beta1, double one_minus_beta1,
-             double beta2, double one_minus_beta2, double bias2_sqrt, double eps, double step_size) {
-            const auto rounded = [](double value) { return static_cast<float>(value); };
-            new (self) AdamWScalars{rounded(grad_factor),     rounded(decay), rounded(beta1),
-                                    rounded(one_minus_beta1), rounded(beta2), rounded(one_minus_beta2),
-                                    rounded(bias2_sqrt),      rounded(eps),   rounded(step_size)};
-          },
-          nb::kw_only(), "grad_factor"_a, "decay"_a, "beta1"_a, "one_minus_beta1"_a, "beta2"_a,
-          "one_minus_beta2"_a, "bias2_sqrt"_a, "eps"_a, "step_size"_a)
-      .def_ro("grad_factor", &AdamWScalars::grad_factor)
-      .def_ro("decay", &AdamWScalars::decay)
-      .def_ro("beta1", &AdamWScalars::beta1)
-      .def_ro("one_minus_beta1", &AdamWScalars::one_minus_beta1)
-      .def_ro("beta2", &AdamWScalars::beta2)
-      .def_ro("one_minus_beta2", &AdamWScalars::one_minus_beta2)
-      .def_ro("bias2_sqrt", &AdamWScalars::bias2_sqrt)
-      .def_ro("eps", &AdamWScalars::eps)
-      .def_ro("step_size", &AdamWScalars::step_size);
-}
+// A moment as Python hands it over: addresses of its values and, for 8-bit ones, of its exponents.
+using MomentAddresses = std::vector<std::pair<Address, Address>>;
 
-void adamw_fp32(ThreadPool& pool, Address param, Address exp_avg, Address exp_avg_sq, Address grad,
-                Dtype grad_dtype, std::int64_t numel, const optim::AdamWScalars& scalars) {
-  const optim::AdamWFp32Arrays arrays{at<float>(param), at<float>(exp_avg), at<float>(exp_avg_sq),
-                                      at<const void>(grad)};
-  optim::adamw_fp32(pool, arrays, grad_dtype, numel, scalars);
-}
-
-void adamw_bf16(ThreadPool& pool, Address param, Address remainder, Address exp_avg, Address exp_avg_sq,
-                Address grad, Dtype grad_dtype, std::int64_t numel, const optim::AdamWScalars& scalars) {
-  const optim::AdamWBf16Arrays arrays{at<std::uint16_t>(param), at<std::int16_t>(remainder),
-                                      at<float>(exp_avg), at<float>(exp_avg_sq), at<const void>(grad)};
-  optim::adamw_bf16(pool, arrays, grad_dtype, numel, scalars);
+void step(ThreadPool& pool, optim::Rule rule, Address param, Dtype param_dtype, Address companion,
+          Address grad, Dtype grad_dtype, optim::MomentFormat moment_format, const MomentAddresses& moments,
+          std::int64_t numel, const std::vector<double>& scalars, std::int64_t first_index,
+          std::uint32_t seed) {
+  const optim::RuleEntry& entry = optim::rule_entry(rule);
+  if (moments.size() != static_cast<std::size_t>(entry.num_moments)) {
+    throw std::invalid_argument("moments: expected " + std::to_string(entry.num_moments) + ", got " +
+                                std::to_string(moments.size()));
+  }
+  if (scalars.size() != static_cast<std::size_t>(entry.num_scalars)) {
+    throw std::invalid_argument("scalars: expected " + std::to_string(entry.num_scalars) + ", got " +
+                                std::to_string(scalars.size()));
+  }
+  optim::StepArrays arrays{
+      at<void>(param), param_dtype, at<void>(companion), at<const void>(grad), grad_dtype, moment_format, {}};
+  for (std::size_t i = 0; i < moments.size(); ++i) {
+    arrays.moments.values[i] = at<void>(moments[i].first);
+    arrays.moments.exponents[i] = at<std::uint8_t>(moments[i].second);
+  }
+  std::vector<float> rounded;
+  for (const double scalar : scalars) rounded.push_back(static_cast<float>(scalar));
+  const nb::gil_scoped_release released;
+  optim::step(pool, rule, arrays, numel, rounded.data(), first_index, seed);
 }
 
 void split_fp32(ThreadPool& pool, Address source, Address param, Address remainder, std::int64_t numel) {
@@ -105,37 +100,64 @@ void join_fp32(ThreadPool& pool, Address param, Address remainder, Address targe
                    numel);
 }
 
-void square_sums(ThreadPool& pool, Address grad, Dtype grad_dtype, std::int64_t numel, Address out) {
-  optim::square_sums(pool, at<const void>(grad), grad_dtype, numel, at<double>(out));
+void square_sums(ThreadPool& pool, Address grad, Dtype grad_dtype, std::int64_t numel, Address sums) {
+  optim::square_sums(pool, at<const void>(grad), grad_dtype, numel, at<double>(sums));
 }
 
-void accumulate(ThreadPool& pool, Address target, Address source, Dtype dtype, std::int64_t numel) {
-  optim::accumulate(pool, at<void>(target), at<const void>(source), dtype, numel);
+void arrive(ThreadPool& pool, optim::Arrival arrival, Address target, Dtype target_dtype, Address source,
+            Dtype source_dtype, std::int64_t numel, Address sums) {
+  optim::arrive(pool, arrival, at<void>(target), target_dtype, at<const void>(source), source_dtype, numel,
+                at<double>(sums));
+}
+
+void move_traffic(ThreadPool& pool, const std::vector<std::tuple<Address, std::int64_t, bool>>& streams,
+                  std::int64_t numel) {
+  std::vector<optim::Stream> arrays;
+  for (const auto& [address, item_bytes, written] : streams) {
+    arrays.push_back(optim::Stream{at<void>(address), item_bytes, written});
+  }
+  const nb::gil_scoped_release released;
+  optim::move_traffic(pool, arrays, numel);
 }
 
 void bind_kernels(nb::module_& m) {
   m.attr("BLOCK_NUMEL") = optim::kBlockNumel;
+  m.attr("SCALE_BLOCK_NUMEL") = optim::kScaleBlockNumel;
   nb::enum_<Dtype>(m, "Dtype", "Item types that the kernels know.")
       .value("float32", Dtype::kFloat32)
-      .value("bfloat16", Dtype::kBfloat16);
+      .value("bfloat16", Dtype::kBfloat16)
+      .value("float16", Dtype::kFloat16);
+  nb::enum_<optim::Rule>(m, "Rule", "What an optimizer does to one element.")
+      .value("adamw", optim::Rule::kAdamW)
+      .value("adam", optim::Rule::kAdam)
+      .value("adagrad", optim::Rule::kAdagrad)
+      .value("lion", optim::Rule::kLion)
+      .value("sgd", optim::Rule::kSgd);
+  nb::enum_<optim::MomentFormat>(m, "MomentFormat", "How moments are kept.")
+      .value("float32", optim::MomentFormat::kFloat32)
+      .value("bfloat16", optim::MomentFormat::kBfloat16)
+      .value("block8", optim::MomentFormat::kBlock8);
+  nb::enum_<optim::Arrival>(m, "Arrival", "What becomes of what a buffer holds when more arrives.")
+      .value("add", optim::Arrival::kAdd)
+      .value("replace", optim::Arrival::kReplace);
   nb::class_<ThreadPool>(m, "ThreadPool",
                          "A fork-join pool; the calling thread counts as one of its threads.")
-      .def(nb::init<int>(), "num_threads"_a)
+      .def(nb::init<int, const std::vector<int>&>(), "num_threads"_a, "cores"_a = std::vector<int>{})
       .def_prop_ro("num_threads", &ThreadPool::num_threads);
-  bind_scalars(m);
-  m.def("adamw_fp32", &adamw_fp32, "pool"_a, "param"_a, "exp_avg"_a, "exp_avg_sq"_a, "grad"_a, "grad_dtype"_a,
-        "numel"_a, "scalars"_a, ReleaseGil(), "One fused AdamW pass over float32 parameters, in place.");
-  m.def("adamw_bf16", &adamw_bf16, "pool"_a, "param"_a, "remainder"_a, "exp_avg"_a, "exp_avg_sq"_a, "grad"_a,
-        "grad_dtype"_a, "numel"_a, "scalars"_a, ReleaseGil(),
-        "One fused AdamW pass over bfloat16 parameters with 16-bit remainders, in place.");
+  m.def("step", &step, "pool"_a, "rule"_a, "param"_a, "param_dtype"_a, "companion"_a, "grad"_a,
+        "grad_dtype"_a, "moment_format"_a, "moments"_a, "numel"_a, "scalars"_a, "first_index"_a, "seed"_a,
+        "One pass of a rule over parameters of any dtype, in place.");
   m.def("split_fp32", &split_fp32, "pool"_a, "source"_a, "param"_a, "remainder"_a, "numel"_a, ReleaseGil(),
         "float32 to bfloat16 and 16-bit remainder, exactly.");
   m.def("join_fp32", &join_fp32, "pool"_a, "param"_a, "remainder"_a, "target"_a, "numel"_a, ReleaseGil(),
         "bfloat16 and 16-bit remainder to float32: the inverse of split_fp32.");
-  m.def("square_sums", &square_sums, "pool"_a, "grad"_a, "grad_dtype"_a, "numel"_a, "out"_a, ReleaseGil(),
+  m.def("square_sums", &square_sums, "pool"_a, "grad"_a, "grad_dtype"_a, "numel"_a, "sums"_a, ReleaseGil(),
         "The float64 sum of squares of each block of BLOCK_NUMEL elements.");
-  m.def("accumulate", &accumulate, "pool"_a, "target"_a, "source"_a, "dtype"_a, "numel"_a, ReleaseGil(),
-        "target += source, rounded once to their dtype.");
+  m.def("arrive", &arrive, "pool"_a, "arrival"_a, "target"_a, "target_dtype"_a, "source"_a, "source_dtype"_a,
+        "numel"_a, "sums"_a, ReleaseGil(),
+        "Adds to a buffer, or replaces it, and sums squares, in one pass.");
+  m.def("move_traffic", &move_traffic, "pool"_a, "streams"_a, "numel"_a,
+        "Moves the bytes of a pass, (address, item bytes, written) for each array, and computes nothing.");
 }
 
 // --- I/O

@@ -1,6 +1,5 @@
 # zerooffload_core: everything under csrc/ but the Python bindings. Included by the package's build and by the C++ tests.
 
-include(CheckCXXCompilerFlag)
 include(CheckCXXSourceCompiles)
 find_package(Threads REQUIRED)
 
@@ -35,23 +34,47 @@ add_library(zerooffload_core STATIC
   ${ZEROOFFLOAD_CSRC}/io/failure.cpp
   ${ZEROOFFLOAD_CSRC}/io/thread_engine.cpp
   ${ZEROOFFLOAD_CSRC}/io/transfer.cpp
-  ${ZEROOFFLOAD_CSRC}/optim/adamw.cpp
   ${ZEROOFFLOAD_CSRC}/optim/gradients.cpp
   ${ZEROOFFLOAD_CSRC}/optim/launch.cpp
-  ${ZEROOFFLOAD_CSRC}/optim/master_weights.cpp)
+  ${ZEROOFFLOAD_CSRC}/optim/master_weights.cpp
+  ${ZEROOFFLOAD_CSRC}/optim/step.cpp
+  ${ZEROOFFLOAD_CSRC}/optim/traffic.cpp)
 target_link_libraries(zerooffload_core PUBLIC zerooffload_options Threads::Threads)
 set_target_properties(zerooffload_core PROPERTIES POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden)
 
-zerooffload_add_kernels(baseline kBaselineKernels)
-
 # What the compiler aims at decides, not the machine that it runs on.
-check_cxx_source_compiles("
-#if !defined(__x86_64__)
-#error not x86-64
+function(zerooffload_aims_at macro result)
+  check_cxx_source_compiles("
+#if !defined(${macro})
+#error another architecture
 #endif
-int main() { return 0; }" ZEROOFFLOAD_IS_X86_64)
-check_cxx_compiler_flag(-mavx2 ZEROOFFLOAD_COMPILER_KNOWS_AVX2)
-if(ZEROOFFLOAD_IS_X86_64 AND ZEROOFFLOAD_COMPILER_KNOWS_AVX2)
-  target_compile_definitions(zerooffload_options INTERFACE ZEROOFFLOAD_HAS_AVX2)
-  zerooffload_add_kernels(avx2 kAvx2Kernels -mavx2)
+int main() { return 0; }" ${result})
+endfunction()
+zerooffload_aims_at(__x86_64__ ZEROOFFLOAD_IS_X86_64)
+zerooffload_aims_at(__aarch64__ ZEROOFFLOAD_IS_AARCH64)
+
+if(ZEROOFFLOAD_IS_AARCH64)
+  # Every 64-bit Arm vectorizes: its baseline is the same code in scalar instructions, to compare with.
+  zerooffload_add_kernels(baseline kBaselineKernels -fno-tree-vectorize -fno-tree-slp-vectorize)
+  target_compile_definitions(zerooffload_options INTERFACE ZEROOFFLOAD_HAS_NEON)
+  zerooffload_add_kernels(neon kNeonKernels)
+else()
+  zerooffload_add_kernels(baseline kBaselineKernels)
+endif()
+
+# A target that this compiler can aim at: its name in the code, the table's, and the flags.
+function(zerooffload_add_x86_target name definition table)
+  string(REPLACE ";" " " flags "${ARGN}")
+  set(CMAKE_REQUIRED_FLAGS "${flags}")
+  check_cxx_source_compiles("int main() { return 0; }" ZEROOFFLOAD_COMPILER_KNOWS_${definition})
+  if(ZEROOFFLOAD_COMPILER_KNOWS_${definition})
+    target_compile_definitions(zerooffload_options INTERFACE ZEROOFFLOAD_HAS_${definition})
+    zerooffload_add_kernels(${name} ${table} ${ARGN})
+  endif()
+endfunction()
+
+if(ZEROOFFLOAD_IS_X86_64)
+  zerooffload_add_x86_target(avx2 AVX2 kAvx2Kernels -mavx2 -mf16c)
+  zerooffload_add_x86_target(avx512 AVX512 kAvx512Kernels
+    -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512)
 endif()

@@ -25,17 +25,22 @@ if TYPE_CHECKING:
         TierIOError,
         ZeroOffloadError,
     )
-    from zerooffload.optim import AdamW
+    from zerooffload.optim import SGD, Adagrad, Adam, AdamW, GradScaler, Lion
     from zerooffload.telemetry import StepReport, TierUsage
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "SGD": "optim",
+    "Adagrad": "optim",
+    "Adam": "optim",
     "AdamW": "optim",
     "BudgetError": "errors",
     "CheckpointError": "errors",
     "ConfigError": "errors",
+    "GradScaler": "optim",
     "InternalError": "errors",
+    "Lion": "optim",
     "OffloadConfig": "config",
     "RankError": "errors",
     "StepReport": "telemetry",
@@ -50,11 +55,16 @@ _HOMES = {
 }
 
 __all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
     "AdamW",
     "BudgetError",
     "CheckpointError",
     "ConfigError",
+    "GradScaler",
     "InternalError",
+    "Lion",
     "OffloadConfig",
     "RankError",
     "StepReport",

@@ -8,10 +8,13 @@ for the payload of a NaN made from two NaNs).
 """
 
 import enum
+from collections.abc import Sequence
 from typing import Literal, final
 
 BLOCK_NUMEL: int
 """Elements that one square sum covers: 4096."""
+SCALE_BLOCK_NUMEL: int
+"""Elements that share a scale where moments are kept in 8 bits: 128."""
 
 @final
 class Dtype(enum.Enum):
@@ -19,9 +22,10 @@ class Dtype(enum.Enum):
 
     float32 = 0
     bfloat16 = 1
+    float16 = 2
 
 def supported_targets() -> list[str]:
-    """CPU targets of this build that this CPU can run, best last: `["baseline", "avx2"]`."""
+    """CPU targets of this build that this CPU can run, best last: `["baseline", "avx2", "avx512"]`."""
 
 def active_target() -> str:
     """Return the CPU target in use: the best one, or that named by ZEROOFFLOAD_CPU_TARGET.
@@ -38,82 +42,55 @@ class ThreadPool:
     """A fork-join pool. The calling thread counts as one of its threads; calls from several threads take
     turns.
 
-    In a forked child it goes on working, on the calling thread alone.
+    In a forked child it goes on working, on the calling thread alone. `cores`: where its threads may run (the
+    calling one is left where it is); all cores if empty.
     """
 
-    def __init__(self, num_threads: int) -> None: ...
+    def __init__(self, num_threads: int, cores: Sequence[int] = ...) -> None: ...
     @property
     def num_threads(self) -> int: ...
 
 @final
-class AdamWScalars:
-    """Factors of one AdamW step: computed in double by the caller, rounded once to float32 here."""
+class Rule(enum.Enum):
+    """What an optimizer does to one element; `zerooffload.optim.rules` has the formulas."""
 
-    def __init__(
-        self,
-        *,
-        grad_factor: float,
-        decay: float,
-        beta1: float,
-        one_minus_beta1: float,
-        beta2: float,
-        one_minus_beta2: float,
-        bias2_sqrt: float,
-        eps: float,
-        step_size: float,
-    ) -> None: ...
-    @property
-    def grad_factor(self) -> float:
-        """Unscaling and clipping of the gradient, in one factor."""
-    @property
-    def decay(self) -> float:
-        """`1 - lr * weight_decay`."""
-    @property
-    def beta1(self) -> float: ...
-    @property
-    def one_minus_beta1(self) -> float: ...
-    @property
-    def beta2(self) -> float: ...
-    @property
-    def one_minus_beta2(self) -> float: ...
-    @property
-    def bias2_sqrt(self) -> float:
-        """`sqrt(1 - beta2**t)`."""
-    @property
-    def eps(self) -> float: ...
-    @property
-    def step_size(self) -> float:
-        """`lr / (1 - beta1**t)`."""
+    adamw = 0
+    adam = 1
+    adagrad = 2
+    lion = 3
+    sgd = 4
 
-def adamw_fp32(
+@final
+class MomentFormat(enum.Enum):
+    """How moments are kept; block8: 8-bit codes, and a scale's exponent for each SCALE_BLOCK_NUMEL of them."""
+
+    float32 = 0
+    bfloat16 = 1
+    block8 = 2
+
+def step(
     pool: ThreadPool,
+    rule: Rule,
     param: int,
-    exp_avg: int,
-    exp_avg_sq: int,
+    param_dtype: Dtype,
+    companion: int,
     grad: int,
     grad_dtype: Dtype,
+    moment_format: MomentFormat,
+    moments: Sequence[tuple[int, int]],
     numel: int,
-    scalars: AdamWScalars,
+    scalars: Sequence[float],
+    first_index: int,
+    seed: int,
 ) -> None:
-    """One fused AdamW pass over float32 parameters, in place; each operation rounds once, in this order.
+    """One pass of a rule, in place; each operation rounds once.
 
-    `g = grad * grad_factor; p = p * decay;`
-    `m = beta1*m + one_minus_beta1*g; v = beta2*v + one_minus_beta2*(g*g);`
-    `d = sqrt(v)/bias2_sqrt + eps; p = p - step_size*(m/d)`
+    `companion` is the int16 remainder of a bfloat16 parameter, the float32 master of a float16 one (which is
+    written only), and 0 for float32. `moments` are the rule's (values, exponents), exponents 0 but for block8.
+    `scalars` are the rule's, rounded to float32 here. `first_index` is the first element's in whatever the
+    caller cuts, always on a multiple of SCALE_BLOCK_NUMEL for block8; with `seed` it decides how moments in
+    fewer bits are rounded. ValueError for a wrong number of moments or scalars.
     """
-
-def adamw_bf16(
-    pool: ThreadPool,
-    param: int,
-    remainder: int,
-    exp_avg: int,
-    exp_avg_sq: int,
-    grad: int,
-    grad_dtype: Dtype,
-    numel: int,
-    scalars: AdamWScalars,
-) -> None:
-    """Do the same step on the float32 masters that bfloat16 parameters and int16 remainders make together."""
 
 def split_fp32(pool: ThreadPool, source: int, param: int, remainder: int, numel: int) -> None:
     """Split float32 into bfloat16 and int16 remainder: bits = (param << 16) + remainder, ties away from zero.
@@ -124,15 +101,40 @@ def split_fp32(pool: ThreadPool, source: int, param: int, remainder: int, numel:
 def join_fp32(pool: ThreadPool, param: int, remainder: int, target: int, numel: int) -> None:
     """Join bfloat16 and int16 remainder to float32: the inverse of `split_fp32`."""
 
-def square_sums(pool: ThreadPool, grad: int, grad_dtype: Dtype, numel: int, out: int) -> None:
-    """Write the sum of squares of each block of 4096 elements to `out`, float64 [ceil(numel / 4096)].
+def square_sums(pool: ThreadPool, grad: int, grad_dtype: Dtype, numel: int, sums: int) -> None:
+    """Write the sum of squares of each block of 4096 elements to `sums`, float64 [ceil(numel / 4096)].
 
     In a block, lane j of 16 adds the squares of elements j, j + 16, ... in rising order; then lanes j and j +
-    8 are added, then j and j + 4, and so on to one.
+    8 are added, then j and j + 4, and so on to one. A sum is finite if and only if all its elements are.
     """
 
-def accumulate(pool: ThreadPool, target: int, source: int, dtype: Dtype, numel: int) -> None:
-    """`target += source`, both of `dtype`; bfloat16 is rounded to nearest even from the float32 sum."""
+@final
+class Arrival(enum.Enum):
+    """What becomes of what a buffer holds when more arrives."""
+
+    add = 0
+    replace = 1
+
+def arrive(
+    pool: ThreadPool,
+    arrival: Arrival,
+    target: int,
+    target_dtype: Dtype,
+    source: int,
+    source_dtype: Dtype,
+    numel: int,
+    sums: int,
+) -> None:
+    """In one pass: `target += source`, or `target = source`, rounded once, and the target's `square_sums` then.
+
+    Both of one dtype, or a float32 target; ValueError otherwise.
+    """
+
+def move_traffic(pool: ThreadPool, streams: Sequence[tuple[int, int, bool]], numel: int) -> None:
+    """Read, and where wanted write back, `numel` items of each (address, item bytes, written); compute nothing.
+
+    The least that a pass over these arrays could take. Addresses lie on 8 bytes; contents stay.
+    """
 
 class IoFailure(Exception):  # noqa: N818 - a request failed; the error for users is TierIOError
     """A request that did not move all of its bytes.

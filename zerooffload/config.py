@@ -30,7 +30,7 @@ HomeTier = Literal["auto", "device", "host", "nvme"]
 TierChoice = HomeTier | dict[str, HomeTier]
 """One home tier for all units, or one for each `fnmatch` pattern of unit names; the first that matches counts."""
 
-_COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 UnitSpec = Literal["auto"] | list[str] | list[type] | Callable[..., Any]
 
 
@@ -52,7 +52,7 @@ class OffloadConfig(BaseModel):
     params: TierChoice = "auto"
     """Home tier of the parameters. "auto" is host until a planner chooses."""
     optimizer: TierChoice = "auto"
-    """Home tier of the optimizer state (the master remainder and both moments)."""
+    """Home tier of the optimizer state (what the master has beyond the parameter, and the moments)."""
     gradients: TierChoice = "auto"
     """Home tier of the gradients between backward and update."""
     nvme_paths: Annotated[tuple[Path, ...], BeforeValidator(_a_list_of_paths)] = ()
@@ -64,14 +64,21 @@ class OffloadConfig(BaseModel):
     its memory cgroup) has available."""
     nvme_space: ByteCount | None = None
     """Bound on our bytes on the nvme paths together. None: what is free there."""
-    compute_dtype: Literal["fp32", "bf16"] | None = None
-    """Dtype of floating-point parameters in forward and backward. None keeps the model's own."""
+    compute_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Dtype of floating-point parameters in forward and backward. None keeps the model's own. "fp16" wants a
+    `GradScaler`."""
+    algorithm: Literal["adamw", "adam", "adagrad", "lion", "sgd"] = "adamw"
+    """The optimizer that the states are laid out for: its moments decide what they take."""
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """Format of the optimizer's moments. The fewer bits, the less they take and move; they change the numbers:
+    moments are then rounded up or down at random (the same in every run)."""
     units: UnitSpec = "auto"
     """How the model is cut: "auto", module classes, `fnmatch` patterns of module names, or `(name, module) -> bool`."""
     update: Literal["auto", "after_backward"] = "auto"
     """When the optimizer update runs. "auto" is after_backward until the hidden modes exist."""
     threads: Annotated[int, Field(ge=1)] | None = None
-    """CPU threads of the optimizer kernel. None: the cores that this process may use."""
+    """CPU threads of the optimizer kernel. None: one for each physical core of this rank's share of the machine, which
+    its threads stay on, as far as the CPU quota goes."""
     io_engine: Literal["auto", "threads", "aiofiles"] = "auto"
     """I/O engine of the nvme tier. A forced engine never falls back."""
 

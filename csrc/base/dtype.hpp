@@ -4,8 +4,9 @@
 
 namespace zerooffload {
 
-enum class Dtype : std::uint8_t { kFloat32, kBfloat16 };
-
-constexpr std::int64_t item_bytes(Dtype dtype) noexcept { return dtype == Dtype::kFloat32 ? 4 : 2; }
+// Floating types of arrays that come from outside. Nothing but this here: kernels include it
+// (kernel_table.hpp).
+enum class Dtype : std::uint8_t { kFloat32, kBfloat16, kFloat16 };
+constexpr int kNumDtypes = 3;
 
 }  // namespace zerooffload

@@ -26,10 +26,11 @@ class ThreadPool::Workers {
 
   // Not in the constructor: should the system refuse the n-th thread, the destructor still joins those before
   // it.
-  void start(int num_workers) {
+  void start(int num_workers, const std::vector<int>& cores) {
     threads_.reserve(static_cast<std::size_t>(num_workers));
     for (int part = 1; part <= num_workers; ++part) {
       threads_.push_back(start_worker("zo-pool", [this, part] { serve(part); }));
+      keep_on(threads_.back(), cores);
     }
   }
 
@@ -83,13 +84,14 @@ class ThreadPool::Workers {
   std::vector<std::thread> threads_;
 };
 
-ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads), owner_(::getpid()) {
+ThreadPool::ThreadPool(int num_threads, const std::vector<int>& cores)
+    : num_threads_(num_threads), owner_(::getpid()) {
   if (num_threads < 1) {
     throw std::invalid_argument("num_threads: expected at least 1, got " + std::to_string(num_threads));
   }
   if (num_threads == 1) return;
   workers_ = std::make_unique<Workers>();
-  workers_->start(num_threads - 1);
+  workers_->start(num_threads - 1, cores);
 }
 
 ThreadPool::~ThreadPool() {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace zerooffload {
 
@@ -16,7 +17,9 @@ class ThreadPool {
  public:
   using Task = void (*)(void* context, int part) noexcept;
 
-  explicit ThreadPool(int num_threads);  // std::invalid_argument if num_threads < 1
+  // `cores`: where its threads may run; all cores if empty. The calling thread is left where it is.
+  // std::invalid_argument if num_threads < 1.
+  explicit ThreadPool(int num_threads, const std::vector<int>& cores = {});
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;

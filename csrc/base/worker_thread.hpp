@@ -1,10 +1,12 @@
 #pragma once
 
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 
 #include <thread>
 #include <utility>
+#include <vector>
 
 namespace zerooffload {
 
@@ -30,6 +32,22 @@ std::thread start_worker(const char* name, Body&& body) {
   static_cast<void>(name);
 #endif
   return worker;
+}
+
+// Lets a thread run on these cores only. Where the system does not, or a core is not there, it runs anywhere:
+// that is slower, not wrong.
+inline void keep_on(std::thread& worker, const std::vector<int>& cores) {
+#if defined(__linux__)
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (const int core : cores) {
+    if (core >= 0 && core < CPU_SETSIZE) CPU_SET(static_cast<std::size_t>(core), &set);
+  }
+  if (!cores.empty()) pthread_setaffinity_np(worker.native_handle(), sizeof set, &set);
+#else
+  static_cast<void>(worker);
+  static_cast<void>(cores);
+#endif
 }
 
 }  // namespace zerooffload

@@ -17,9 +17,23 @@ bool cpu_can_run(Target target) {
   switch (target) {
     case Target::kBaseline:
       return true;
+    case Target::kNeon:
+#if defined(ZEROOFFLOAD_HAS_NEON)
+      return true;  // every 64-bit Arm has it
+#else
+      return false;
+#endif
     case Target::kAvx2:
 #if defined(ZEROOFFLOAD_HAS_AVX2)
-      return __builtin_cpu_supports("avx2") != 0;  // asks the operating system's register saving as well
+      // Asks for the operating system's register saving as well.
+      return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("f16c") != 0;
+#else
+      return false;
+#endif
+    case Target::kAvx512:
+#if defined(ZEROOFFLOAD_HAS_AVX512)
+      return __builtin_cpu_supports("avx512f") != 0 && __builtin_cpu_supports("avx512bw") != 0 &&
+             __builtin_cpu_supports("avx512dq") != 0 && __builtin_cpu_supports("avx512vl") != 0;
 #else
       return false;
 #endif
@@ -44,8 +58,12 @@ const char* target_name(Target target) noexcept {
   switch (target) {
     case Target::kBaseline:
       return "baseline";
+    case Target::kNeon:
+      return "neon";
     case Target::kAvx2:
       return "avx2";
+    case Target::kAvx512:
+      return "avx512";
   }
   return "";
 }
@@ -53,7 +71,7 @@ const char* target_name(Target target) noexcept {
 const std::vector<Target>& supported_targets() {
   static const std::vector<Target> supported = [] {
     std::vector<Target> found;
-    for (const Target target : {Target::kBaseline, Target::kAvx2}) {
+    for (const Target target : {Target::kBaseline, Target::kNeon, Target::kAvx2, Target::kAvx512}) {
       if (cpu_can_run(target)) found.push_back(target);
     }
     return found;

@@ -6,7 +6,7 @@
 namespace zerooffload::cpu {
 
 // An instruction set for which the kernels were compiled. Listed from the plainest to the best.
-enum class Target { kBaseline, kAvx2 };
+enum class Target { kBaseline, kNeon, kAvx2, kAvx512 };
 
 // The name by which ZEROOFFLOAD_CPU_TARGET and set_target know it.
 const char* target_name(Target target) noexcept;

@@ -8,67 +8,91 @@
 
 #include <cstdint>
 
+#include "base/dtype.hpp"
+
 namespace zerooffload::optim {
 
 // Elements that one square sum covers; ranges are cut between blocks only.
 constexpr std::int64_t kBlockNumel = 4096;
 // float64 lanes of a block's square sum.
 constexpr int kNumLanes = 16;
+// Elements that share one scale where moments are kept in 8 bits; a divisor of kBlockNumel.
+constexpr std::int64_t kScaleBlockNumel = 128;
 
-// Computed in double by the caller and rounded once to float.
-struct AdamWScalars {
-  float grad_factor;  // unscale and clip
-  float decay;        // 1 - lr * weight_decay
-  float beta1;
-  float one_minus_beta1;
-  float beta2;
-  float one_minus_beta2;
-  float bias2_sqrt;  // sqrt(1 - beta2^t)
-  float eps;
-  float step_size;  // lr / (1 - beta1^t)
+// What an optimizer does to one element: optim/rules/. One more is one more header there and one more line
+// here and in kernels.cpp.
+enum class Rule : std::uint8_t { kAdamW, kAdam, kAdagrad, kLion, kSgd };
+constexpr int kNumRules = 5;
+constexpr int kMaxMoments = 2;
+
+// How moments are kept: float, bfloat16 bits, or 8-bit codes with one scale's exponent for each
+// kScaleBlockNumel.
+enum class MomentFormat : std::uint8_t { kFloat32, kBfloat16, kBlock8 };
+constexpr int kNumMomentFormats = 3;
+
+// Where a step finds the float32 masters: in place, or joined from a bfloat16 parameter and its remainder
+// (both read only), and then left in `masters`.
+enum class MasterFormat : std::uint8_t { kInPlace, kSplit };
+constexpr int kNumMasterFormats = 2;
+
+struct MasterArrays {
+  float* masters;
+  const std::uint16_t* param;
+  const std::int16_t* remainder;
 };
 
-struct AdamWFp32Arrays {
-  float* param;
-  float* exp_avg;
-  float* exp_avg_sq;
-  const void* grad;
+// Gradients that a step widens itself, as float or as bfloat16: Dtype's first two.
+constexpr int kNumGradDtypes = 2;
+
+struct MomentArrays {
+  void* values[kMaxMoments];
+  std::uint8_t* exponents[kMaxMoments];
 };
 
-// The fp32 master is (param << 16) + remainder, as bits.
-struct AdamWBf16Arrays {
-  std::uint16_t* param;
-  std::int16_t* remainder;
-  float* exp_avg;
-  float* exp_avg_sq;
-  const void* grad;
+// A rule's step, in place. `scalars` are the rule's Scalars, each computed in double by the caller and
+// rounded once; `index` is that of the first element, and with `seed` decides how moments in fewer bits are
+// rounded.
+using ApplyRule = void (*)(const MasterArrays& masters, const MomentArrays& moments, const void* grad,
+                           std::int64_t numel, const float* scalars, std::uint32_t index, std::uint32_t seed);
+
+struct RuleEntry {
+  ApplyRule apply[kNumMasterFormats][kNumGradDtypes][kNumMomentFormats];
+  int num_moments;
+  int num_scalars;
 };
 
-// One target's kernels. Each works on the elements [begin, end) of its arrays; those of a pair are indexed by
-// the Dtype of the gradient (or of both arrays, for accumulate).
+// One target's kernels. Those in arrays are indexed by Dtype, Rule or MomentFormat; null where there is
+// nothing to do.
 struct KernelTable {
-  using AdamWFp32 = void (*)(const AdamWFp32Arrays&, const AdamWScalars&, std::int64_t begin,
-                             std::int64_t end);
-  using AdamWBf16 = void (*)(const AdamWBf16Arrays&, const AdamWScalars&, std::int64_t begin,
-                             std::int64_t end);
-  using SquareSum = double (*)(const void* grad, std::int64_t begin, std::int64_t end);
-  using Accumulate = void (*)(void* target, const void* source, std::int64_t begin, std::int64_t end);
-  using Split = void (*)(const float*, std::uint16_t* param, std::int16_t* remainder, std::int64_t begin,
-                         std::int64_t end);
-  using Join = void (*)(const std::uint16_t* param, const std::int16_t* remainder, float*, std::int64_t begin,
-                        std::int64_t end);
+  RuleEntry rules[kNumRules];
 
-  AdamWFp32 adamw_fp32[2];
-  AdamWBf16 adamw_bf16[2];
-  SquareSum square_sum[2];  // at most kBlockNumel elements
-  Accumulate accumulate[2];
-  Split split_fp32;
-  Join join_fp32;
+  // To and from float, `numel` elements. `narrow` rounds to nearest even.
+  void (*widen[kNumDtypes])(const void* source, float* target, std::int64_t numel);
+  void (*narrow[kNumDtypes])(const float* source, void* target, std::int64_t numel);
+  void (*split)(const float* source, std::uint16_t* param, std::int16_t* remainder, std::int64_t numel);
+  void (*join)(const std::uint16_t* param, const std::int16_t* remainder, float* target, std::int64_t numel);
+
+  // Nothing but traffic: `scan` reads (and returns something of what it read), `rewrite` reads and writes
+  // back what was there, as long as `zero` is 0.
+  std::uint64_t (*scan)(const void* bytes, std::int64_t num_words);
+  void (*rewrite)(void* bytes, std::int64_t num_words, std::uint64_t zero);
+
+  // At most kBlockNumel elements, read once. `accumulate` (by the target's and the source's type) adds the
+  // source to the target, `replace` copies; both return the square sum of the target as it then is.
+  double (*square_sum[kNumDtypes])(const void* grad, std::int64_t numel);
+  double (*accumulate[kNumDtypes][kNumDtypes])(void* target, const void* source, std::int64_t numel);
+  double (*replace[kNumDtypes][kNumDtypes])(void* target, const void* source, std::int64_t numel);
 };
 
 extern const KernelTable kBaselineKernels;
 #if defined(ZEROOFFLOAD_HAS_AVX2)
 extern const KernelTable kAvx2Kernels;
+#endif
+#if defined(ZEROOFFLOAD_HAS_AVX512)
+extern const KernelTable kAvx512Kernels;
+#endif
+#if defined(ZEROOFFLOAD_HAS_NEON)
+extern const KernelTable kNeonKernels;
 #endif
 
 }  // namespace zerooffload::optim

@@ -9,14 +9,26 @@ namespace zerooffload::optim {
 
 const KernelTable& active_kernels() {
   switch (cpu::active_target()) {
+    case cpu::Target::kBaseline:
+      break;
+    case cpu::Target::kNeon:
+#if defined(ZEROOFFLOAD_HAS_NEON)
+      return kNeonKernels;
+#else
+      break;
+#endif
     case cpu::Target::kAvx2:
 #if defined(ZEROOFFLOAD_HAS_AVX2)
       return kAvx2Kernels;
 #else
       break;
 #endif
-    case cpu::Target::kBaseline:
+    case cpu::Target::kAvx512:
+#if defined(ZEROOFFLOAD_HAS_AVX512)
+      return kAvx512Kernels;
+#else
       break;
+#endif
   }
   return kBaselineKernels;
 }

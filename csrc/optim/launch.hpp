@@ -15,6 +15,8 @@ namespace zerooffload::optim {
 // The kernels of the active CPU target.
 const KernelTable& active_kernels();
 
+constexpr std::int64_t item_bytes(Dtype dtype) noexcept { return dtype == Dtype::kFloat32 ? 4 : 2; }
+
 struct Argument {
   const char* name;
   const void* address;

@@ -11,13 +11,18 @@ import zerooffload as zo
 
 # Adding a name is a decision; taking one away breaks somebody.
 FACE = [
+    "Adagrad",
+    "Adam",
     "AdamW",
     "BudgetError",
     "CheckpointError",
     "ConfigError",
+    "GradScaler",
     "InternalError",
+    "Lion",
     "OffloadConfig",
     "RankError",
+    "SGD",
     "StepReport",
     "TierIOError",
     "TierUsage",

@@ -56,8 +56,11 @@ warnings.simplefilter("ignore")  # Python 3.12 and newer dislike any fork beside
 pool = n.ThreadPool(2)
 def works():
     target, source = np.zeros(64 * 4096, np.float32), np.ones(64 * 4096, np.float32)
-    n.accumulate(pool, target.ctypes.data, source.ctypes.data, n.Dtype.float32, target.size)
-    return bool((target == 1).all())
+    sums, fp32 = np.zeros(64), n.Dtype.float32
+    n.arrive(
+        pool, n.Arrival.add, target.ctypes.data, fp32, source.ctypes.data, fp32, target.size, sums.ctypes.data
+    )
+    return bool((target == 1).all() and (sums == 4096).all())
 assert works()
 child = os.fork()
 if child == 0:

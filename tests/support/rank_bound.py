@@ -125,9 +125,8 @@ class RanksAndOne:
             number=self._num_steps,
         )
         for name, param in self.ranks.model.named_parameters():
-            state = self.ranks.optimizer.state[param]
-            zeros = torch.zeros(param.numel())
-            values = {key: state.get(key, zeros).double().view(param.shape) for key in ("exp_avg", "exp_avg_sq")}
+            moment = self.ranks.optimizer.moment
+            values = {key: moment(param, key).double().view(param.shape) for key in ("exp_avg", "exp_avg_sq")}
             values["param"] = param.detach().double()
             grad = (self.ranks.gradient(name).double(), between[name])
             self._bounds[name].step(values, grad, (factor, largest - least + 2 * U), step)

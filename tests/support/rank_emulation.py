@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from support.rank_training import Loss
-from support.reference_training import ReferenceAdamW, flat_layouts
+from support.reference_optimizer import ReferenceOptimizer
+from support.reference_training import flat_layouts
 from torch import nn
 
 from zerooffload.optim import reference
+from zerooffload.optim.record import OptimizerStates
 
 
 class EmulatedRanks:
@@ -27,7 +29,7 @@ class EmulatedRanks:
     def __init__(self, model: nn.Module, world_size: int, **options: object) -> None:
         self.model = model
         self.world_size = world_size
-        self.optimizer = ReferenceAdamW(model.parameters(), {}, **options)
+        self.optimizer = ReferenceOptimizer(model.parameters(), OptimizerStates(), **options)
         self._layouts = list(flat_layouts(model, world_size=world_size))
         self._params = dict(model.named_parameters(remove_duplicate=False))
         self._means: list[torch.Tensor | None] = [None] * len(self._layouts)

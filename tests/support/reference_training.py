@@ -10,18 +10,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.reference_optimizer import ReferenceOptimizer
 from support.small_models import MODELS, batch
 from torch import nn
 
 import zerooffload as zo
 from zerooffload.optim import reference
-from zerooffload.optim.scalars import AdamWSettings
+from zerooffload.optim.record import OptimizerStates
 from zerooffload.runtime.build import Environment, build_run
 from zerooffload.runtime.ordinary_calls import make_ordinary_calls_right
 from zerooffload.sharding.grouping import find_units
 from zerooffload.sharding.layout import FlatLayout, ParamSpec, lay_out
 from zerooffload.sharding.registry import residence_of
 
+OPTIMIZERS = {"adamw": zo.AdamW, "adam": zo.Adam, "adagrad": zo.Adagrad, "lion": zo.Lion, "sgd": zo.SGD}
 ParamGroups = Iterable[torch.Tensor] | list[dict[str, Any]]
 
 
@@ -45,7 +47,9 @@ class Recipe:
     max_norm : float or None
         Clips by the global norm; None does not clip.
     compute_dtype : str or None
-        "bf16", or None for the model's own.
+        "bf16", "fp16", or None for the model's own.
+    algorithm, moments : str
+        Of `OffloadConfig`.
     prepare : callable
         Changes the model before anything else (checkpointing, freezing).
     groups : callable
@@ -63,6 +67,8 @@ class Recipe:
     max_norm: float | None = 1.3
     learning_rate: float = 3e-3
     compute_dtype: str | None = None
+    algorithm: str = "adamw"
+    moments: str = "fp32"
     prepare: Callable[[nn.Module], None] = lambda _: None
     groups: Callable[[nn.Module], ParamGroups] = lambda model: model.parameters()
     between: Callable[[nn.Module, int], list[float]] = lambda _model, _step: []
@@ -98,13 +104,14 @@ def differences(one: Outcome, other: Outcome) -> list[str]:
 def train_plain(recipe: Recipe, device: str = "cpu") -> Outcome:
     """Without offloading: torch's own accumulation, the reference optimizer, and its norm."""
     model = _prepared(recipe).to(device)
-    masters = _to_compute_dtype(model) if recipe.compute_dtype == "bf16" else {}
-    optimizer = ReferenceAdamW(recipe.groups(model), masters, lr=recipe.learning_rate, **recipe.options)
+    states = OptimizerStates(recipe.algorithm, recipe.moments)
+    optimizer = ReferenceOptimizer(recipe.groups(model), states, lr=recipe.learning_rate, **recipe.options)
+    optimizer.take_over(model, recipe.compute_dtype, flat_layouts(model, block_numel=states.block_numel))
     updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
     others = [param for param in model.parameters() if id(param) not in updated]
 
     def clip(max_norm: float) -> float:
-        norm = reference_norm(model)
+        norm = reference_norm(model, states.block_numel)
         optimizer.grad_factor = float(np.float32(min(1.0, max_norm / (norm + 1e-6))))
         for param in others:
             # Nobody reads these with the factor, so they take it at once.
@@ -121,7 +128,7 @@ def train_offloaded(recipe: Recipe, environment: Environment | None = None, **co
     """Offloaded, in the real environment or in a simulated one."""
     model = offload_prepared(recipe, environment, **config)
     try:
-        optimizer = zo.AdamW(recipe.groups(model), lr=recipe.learning_rate, **recipe.options)
+        optimizer = OPTIMIZERS[recipe.algorithm](recipe.groups(model), lr=recipe.learning_rate, **recipe.options)
         outcome = _train(recipe, model, optimizer, lambda max_norm: float(zo.clip_grad_norm_(model, max_norm)))
         outcome.report = zo.step_report(model)
         outcome.params = current_params(model)
@@ -133,7 +140,13 @@ def train_offloaded(recipe: Recipe, environment: Environment | None = None, **co
 def offload_prepared(recipe: Recipe, environment: Environment | None = None, **config: Any) -> nn.Module:
     """A recipe's model, offloaded."""
     model = _prepared(recipe)
-    settings = zo.OffloadConfig(**{"threads": 1, "compute_dtype": recipe.compute_dtype, **config})
+    defaults = {
+        "threads": 1,
+        "compute_dtype": recipe.compute_dtype,
+        "algorithm": recipe.algorithm,
+        "moments": recipe.moments,
+    }
+    settings = zo.OffloadConfig(**{**defaults, **config})
     if environment is None:
         return zo.offload(model, settings)
     make_ordinary_calls_right(model, build_run(model, settings, environment))
@@ -192,72 +205,17 @@ def _train(
             scheduler.step()
         before = [param.detach().clone() for param in model.parameters()]
         outcome.losses += recipe.between(model, step)
-        if isinstance(optimizer, ReferenceAdamW):
-            optimizer.forget_remainders(model.parameters(), before)
+        if isinstance(optimizer, ReferenceOptimizer):
+            optimizer.values_changed_by_hand(model.parameters(), before)
     return outcome
 
 
-class ReferenceAdamW(torch.optim.Optimizer):
-    """The reference's operations, parameter by parameter, on plain tensors.
-
-    Parameters
-    ----------
-    remainders : dict
-        For bf16 parameters, the int16 remainder of each one's master.
-    """
-
-    def __init__(self, params: ParamGroups, remainders: dict[torch.Tensor, torch.Tensor], **defaults: Any) -> None:
-        self.grad_factor = 1.0
-        self._remainders = remainders
-        super().__init__(params, {"eps": 1e-8, **defaults})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update what has a gradient."""
-        del closure
-        for group in self.param_groups:
-            for param in group["params"]:
-                self._update(param, group)
-        self.grad_factor = 1.0
-
-    def forget_remainders(self, params: Iterable[torch.Tensor], before: Iterable[torch.Tensor]) -> None:
-        """Where bf16 values were changed by hand, the remainders belonged to the old ones."""
-        for param, old in zip(params, before, strict=True):
-            if param in self._remainders:
-                self._remainders[param][(param.detach() != old).reshape(-1)] = 0
-
-    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        if param.grad is None:
-            return
-        state = self.state[param]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros(param.numel(), device=param.device)
-            state["exp_avg_sq"] = torch.zeros(param.numel(), device=param.device)
-        state["step"] += 1
-        scalars = AdamWSettings(
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            maximize=False,
-            grad_factor=self.grad_factor,
-            step=state["step"],
-        ).scalars()
-        flat, grad = param.view(-1), param.grad.reshape(-1)
-        if param in self._remainders:
-            remainder = self._remainders[param]
-            reference.adamw_step_bf16(flat, remainder, state["exp_avg"], state["exp_avg_sq"], grad, scalars)
-        else:
-            reference.adamw_step(flat, state["exp_avg"], state["exp_avg_sq"], grad, scalars)
-
-
-def reference_norm(model: nn.Module) -> float:
+def reference_norm(model: nn.Module, block_numel: int = 1) -> float:
     """The 2-norm of all gradients as the product defines it: sums over blocks of each flat buffer, added exactly."""
     params = dict(model.named_parameters(remove_duplicate=False))
     device = next(model.parameters()).device
     sums: list[float] = []
-    for layout in flat_layouts(model):
+    for layout in flat_layouts(model, block_numel=block_numel):
         flat = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
         for slot in layout.slots:
             grad = params[slot.param.name].grad
@@ -267,7 +225,9 @@ def reference_norm(model: nn.Module) -> float:
     return math.sqrt(math.fsum(sums))
 
 
-def flat_layouts(model: nn.Module, *, trainable: bool | None = True, world_size: int = 1) -> Iterator[FlatLayout]:
+def flat_layouts(
+    model: nn.Module, *, trainable: bool | None = True, world_size: int = 1, block_numel: int = 1
+) -> Iterator[FlatLayout]:
     """The flat buffers that the model is cut into, by the package's own pure code; all of them with None."""
     params = dict(model.named_parameters(remove_duplicate=False))
     for unit in find_units(model, "auto"):
@@ -278,14 +238,11 @@ def flat_layouts(model: nn.Module, *, trainable: bool | None = True, world_size:
             groups.setdefault((param.dtype, param.requires_grad), []).append(spec)
         for (dtype, is_trainable), specs in groups.items():
             if trainable is None or is_trainable == trainable:
-                yield lay_out(unit.name, specs, dtype=dtype, trainable=is_trainable, world_size=world_size)
-
-
-def _to_compute_dtype(model: nn.Module) -> dict[torch.Tensor, torch.Tensor]:
-    """Split every parameter into bf16 and remainder; see [Note: master weights]."""
-    remainders: dict[torch.Tensor, torch.Tensor] = {}
-    for param in model.parameters():
-        upper, remainder = reference.split_master(param.detach().reshape(-1))
-        param.data = upper.view(param.shape).clone()
-        remainders[param] = remainder
-    return remainders
+                yield lay_out(
+                    unit.name,
+                    specs,
+                    dtype=dtype,
+                    trainable=is_trainable,
+                    world_size=world_size,
+                    block_numel=block_numel,
+                )

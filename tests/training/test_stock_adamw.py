@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.reference_training import Recipe, ReferenceAdamW, reference_norm
+from support.reference_optimizer import ReferenceOptimizer
+from support.reference_training import Recipe, reference_norm
 from support.rounding_bound import RoundingBound, Step, clip_factor, gamma, norm_difference
 from support.small_models import MODELS, batch
 from torch import nn
+
+from zerooffload.optim.record import OptimizerStates
 
 MAX_NORM = 1.3
 STEP: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -27,7 +30,7 @@ class Pair:
     def __init__(self, recipe: Recipe, reference: dict[str, Any], stock: dict[str, Any]) -> None:
         self.ours, self.theirs = recipe.build(), recipe.build()
         self.recipe = recipe
-        self.reference = ReferenceAdamW(self.ours.parameters(), {}, **reference)
+        self.reference = ReferenceOptimizer(self.ours.parameters(), OptimizerStates(), **reference)
         self.stock = torch.optim.AdamW(self.theirs.parameters(), foreach=False, fused=False, **stock)
         self.bounds = [RoundingBound(param) for param in self.ours.parameters()]
 
@@ -70,9 +73,8 @@ class Pair:
         return exact, abs(exact - clip_factor(theirs, MAX_NORM)) + 2 * gamma(4)
 
     def values(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
-        state = self.reference.state[param]
-        zeros = torch.zeros(param.numel())
-        moments = {name: state.get(name, zeros).double().view(param.shape) for name in ("exp_avg", "exp_avg_sq")}
+        names = ("exp_avg", "exp_avg_sq")
+        moments = {name: self.reference.moment(param, name).double().view(param.shape) for name in names}
         return {"param": param.detach().double(), **moments}
 
     def excess(self) -> float:

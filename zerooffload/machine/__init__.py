@@ -1,13 +1,16 @@
 """What this process may take of the machine: memory and cores, as the kernel and its control groups say now."""
 
-from zerooffload.machine.cores import cpu_quota, usable_cores
+from zerooffload.machine.cores import CoreShare, core_share, cpu_quota, this_ranks_cores, usable_cores
 from zerooffload.machine.memory import available_host_bytes, cgroup_limit_bytes, host_memory_bytes, lockable_bytes
 
 __all__ = [
+    "CoreShare",
     "available_host_bytes",
     "cgroup_limit_bytes",
+    "core_share",
     "cpu_quota",
     "host_memory_bytes",
     "lockable_bytes",
+    "this_ranks_cores",
     "usable_cores",
 ]

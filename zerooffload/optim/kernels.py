@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from zerooffload import native
-from zerooffload.machine import usable_cores
+from zerooffload.machine import this_ranks_cores
 from zerooffload.optim import reference
-from zerooffload.optim.record import EXP_AVG, EXP_AVG_SQ, REMAINDER
-from zerooffload.optim.scalars import AdamWScalars
+from zerooffload.optim.record import MASTER, REMAINDER, exponents_name
+from zerooffload.optim.rules import StepScalars
+
+if TYPE_CHECKING:
+    from zerooffload._native import Arrival
 
 
 class Kernels(Protocol):
@@ -19,20 +22,24 @@ class Kernels(Protocol):
 
     name: str
 
-    def adamw(
+    def step(
         self,
+        scalars: StepScalars,
         param: torch.Tensor,
         record: Mapping[str, torch.Tensor],
         grad: torch.Tensor,
-        scalars: AdamWScalars,
+        first_index: int,
     ) -> None:
-        """Update `param` and its record (see `optimizer_parts`) in place."""
+        """Update `param` and its record in place; see `reference.step`."""
 
     def square_sums(self, grad: torch.Tensor) -> torch.Tensor:
         """As `reference.square_sums`, on the CPU."""
 
-    def accumulate(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`target += source`, rounded once to their dtype."""
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """`target += source`, rounded once to the target's dtype; return the target's square sums."""
+
+    def replace(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """`target = source`, rounded once to the target's dtype; return the target's square sums."""
 
 
 class TorchKernels:
@@ -40,27 +47,30 @@ class TorchKernels:
 
     name = "torch"
 
-    def adamw(
+    def step(
         self,
+        scalars: StepScalars,
         param: torch.Tensor,
         record: Mapping[str, torch.Tensor],
         grad: torch.Tensor,
-        scalars: AdamWScalars,
+        first_index: int,
     ) -> None:
         """See `Kernels`."""
-        exp_avg, exp_avg_sq = record[EXP_AVG.name], record[EXP_AVG_SQ.name]
-        if REMAINDER.name in record:
-            reference.adamw_step_bf16(param, record[REMAINDER.name], exp_avg, exp_avg_sq, grad, scalars)
-        else:
-            reference.adamw_step(param, exp_avg, exp_avg_sq, grad, scalars)
+        reference.step(scalars, param, record, grad, first_index)
 
     def square_sums(self, grad: torch.Tensor) -> torch.Tensor:
         """See `Kernels`."""
         return reference.square_sums(grad).cpu()
 
-    def accumulate(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """See `Kernels`."""
         target.add_(source)
+        return self.square_sums(target)
+
+    def replace(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """See `Kernels`."""
+        target.copy_(source)
+        return self.square_sums(target)
 
 
 class NativeKernels:
@@ -69,49 +79,96 @@ class NativeKernels:
     Parameters
     ----------
     num_threads : int
-        Threads of the kernels' own pool, the calling one included. Results do not depend on it.
+        Threads of the kernels' own pool, the calling one included. Results do not depend on it. They sleep between
+        calls.
+    cores : sequence of int
+        Where they may run; all cores if empty.
     """
 
-    def __init__(self, num_threads: int) -> None:
-        self._pool = native.module.ThreadPool(num_threads)
+    def __init__(self, num_threads: int, cores: Sequence[int] = ()) -> None:
+        module = native.module
+        self._pool = module.ThreadPool(num_threads, list(cores))
         self._dtypes = {
-            torch.float32: native.module.Dtype.float32,
-            torch.bfloat16: native.module.Dtype.bfloat16,
+            torch.float32: module.Dtype.float32,
+            torch.bfloat16: module.Dtype.bfloat16,
+            torch.float16: module.Dtype.float16,
         }
-        self.name = f"native ({native.module.active_target()}, {num_threads} threads)"
+        self._formats = {
+            torch.float32: module.MomentFormat.float32,
+            torch.bfloat16: module.MomentFormat.bfloat16,
+            torch.uint8: module.MomentFormat.block8,
+        }
+        self.name = f"native ({module.active_target()}, {num_threads} threads)"
 
-    def adamw(
+    def step(
         self,
+        scalars: StepScalars,
         param: torch.Tensor,
         record: Mapping[str, torch.Tensor],
         grad: torch.Tensor,
-        scalars: AdamWScalars,
+        first_index: int,
     ) -> None:
         """See `Kernels`."""
-        factors = native.module.AdamWScalars(**vars(scalars))
-        moments = (record[EXP_AVG.name].data_ptr(), record[EXP_AVG_SQ.name].data_ptr())
-        gradient = (grad.data_ptr(), self._dtypes[grad.dtype])
-        if REMAINDER.name in record:
-            master = (param.data_ptr(), record[REMAINDER.name].data_ptr())
-            native.module.adamw_bf16(self._pool, *master, *moments, *gradient, param.numel(), factors)
-        else:
-            native.module.adamw_fp32(self._pool, param.data_ptr(), *moments, *gradient, param.numel(), factors)
+        names = [moment.name for moment in scalars.rule.moments]
+        native.module.step(
+            self._pool,
+            getattr(native.module.Rule, scalars.rule.name),
+            param.data_ptr(),
+            self._dtypes[param.dtype],
+            _address(record.get(REMAINDER.name, record.get(MASTER.name))),
+            grad.data_ptr(),
+            self._dtypes[grad.dtype],
+            self._formats[record[names[0]].dtype],
+            [(record[name].data_ptr(), _address(record.get(exponents_name(name)))) for name in names],
+            param.numel(),
+            scalars.values,
+            first_index,
+            scalars.seed,
+        )
 
     def square_sums(self, grad: torch.Tensor) -> torch.Tensor:
         """See `Kernels`."""
-        out = torch.empty(-(-grad.numel() // reference.BLOCK_NUMEL), dtype=torch.float64)
-        dtype = self._dtypes[grad.dtype]
-        native.module.square_sums(self._pool, grad.data_ptr(), dtype, grad.numel(), out.data_ptr())
-        return out
+        sums = _new_sums(grad)
+        native.module.square_sums(self._pool, grad.data_ptr(), self._dtypes[grad.dtype], grad.numel(), sums.data_ptr())
+        return sums
 
-    def accumulate(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """See `Kernels`."""
-        dtype = self._dtypes[target.dtype]
-        native.module.accumulate(self._pool, target.data_ptr(), source.data_ptr(), dtype, target.numel())
+        return self._arrive(native.module.Arrival.add, target, source)
+
+    def replace(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """See `Kernels`."""
+        return self._arrive(native.module.Arrival.replace, target, source)
+
+    def _arrive(self, arrival: Arrival, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        sums = _new_sums(target)
+        native.module.arrive(
+            self._pool,
+            arrival,
+            target.data_ptr(),
+            self._dtypes[target.dtype],
+            source.data_ptr(),
+            self._dtypes[source.dtype],
+            target.numel(),
+            sums.data_ptr(),
+        )
+        return sums
 
 
 def host_kernels(num_threads: int | None = None) -> Kernels:
-    """Kernels for host memory: native ones where the module is there, else torch's."""
+    """Kernels for host memory: native ones where the module is there, else torch's.
+
+    Without `num_threads`, as many as this rank's cores want; threads stay on those cores either way.
+    """
     if native.available:
-        return NativeKernels(num_threads or usable_cores())
+        share = this_ranks_cores()
+        return NativeKernels(num_threads or share.num_threads, share.cores)
     return TorchKernels()
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _new_sums(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(-(-tensor.numel() // reference.BLOCK_NUMEL), dtype=torch.float64)

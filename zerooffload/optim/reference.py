@@ -1,14 +1,17 @@
-"""The optimizer's arithmetic in torch operations that round once each: what every kernel equals bit for bit.
+"""A whole step in torch operations that round once each: what every kernel equals bit for bit.
 
-torch's own `lerp`, `addcmul` and `add(alpha=...)` round otherwise, and its CUDA division by a Python number multiplies
-by the reciprocal, so none of them appears here.
+torch's own `lerp`, `addcmul` and `add(alpha=...)` round otherwise, so none of them appears here or in the rules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from zerooffload.optim.scalars import AdamWScalars
+from zerooffload.optim import low_bits
+from zerooffload.optim.record import MASTER, REMAINDER, exponents_name
+from zerooffload.optim.rules import Moment, StepScalars
 
 BLOCK_NUMEL = 4096
 """Elements of a block of the gradient norm."""
@@ -17,45 +20,64 @@ _NUM_LANES = 16
 _NAN_BITS = 0x7FC00000
 
 
-def adamw_step(
+def step(
+    scalars: StepScalars,
     param: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+    record: Mapping[str, torch.Tensor],
     grad: torch.Tensor,
-    scalars: AdamWScalars,
+    first_index: int,
 ) -> None:
-    """One AdamW step on fp32 `param`, in place; all tensors 1D `[numel]`, `grad` of any floating dtype."""
-    g = grad.to(torch.float32).mul(scalars.grad_factor)
-    exp_avg.mul_(scalars.beta1).add_(g.mul(scalars.one_minus_beta1))
-    exp_avg_sq.mul_(scalars.beta2).add_(g.mul(g).mul_(scalars.one_minus_beta2))
-    bias2_sqrt = torch.full((), scalars.bias2_sqrt, dtype=torch.float32, device=param.device)
-    denominator = _rounded_sqrt(exp_avg_sq).div_(bias2_sqrt).add_(scalars.eps)
-    param.mul_(scalars.decay).sub_(exp_avg.div(denominator).mul_(scalars.step_size))
+    """One step of a rule, in place.
 
-
-def _rounded_sqrt(value: torch.Tensor) -> torch.Tensor:
-    """The correctly rounded square root of fp32 values.
-
-    torch's own is off by one unit for a part of the values on some CPUs. A double has more than twice the digits and
-    two more, so rounding its root again is right (Figueroa, "When is double rounding innocuous?", SIGNUM 1995).
+    Parameters
+    ----------
+    param, grad : torch.Tensor
+        1D `[numel]`; of any dtype that is trained, and of any floating dtype.
+    record : Mapping[str, torch.Tensor]
+        The optimizer's parts; see `OptimizerStates.parts`.
+    first_index : int
+        Of the first element in its shard; decides the noise that moments in fewer bits are rounded with.
     """
-    return value.double().sqrt_().float()
+    master = param
+    if REMAINDER.name in record:
+        master = join_master(param, record[REMAINDER.name])
+    elif MASTER.name in record:
+        master = record[MASTER.name]
+    moments = [read_moment(record, moment) for moment in scalars.rule.moments]
+    scalars.rule.step(master, moments, grad.to(torch.float32), scalars.values)
+    if REMAINDER.name in record:
+        upper, remainder = split_master(master)
+        param.copy_(upper)
+        record[REMAINDER.name].copy_(remainder)
+    elif MASTER.name in record:
+        param.copy_(master)
+    for number, (moment, value) in enumerate(zip(scalars.rule.moments, moments, strict=True)):
+        if record[moment.name].dtype is not torch.float32:
+            dither = low_bits.noise(first_index, value.numel(), scalars.seed, number, value.device)
+            write_moment(record, moment, value, dither)
 
 
-def adamw_step_bf16(  # noqa: PLR0917 - the arrays of one record
-    param: torch.Tensor,
-    remainder: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    scalars: AdamWScalars,
+def read_moment(record: Mapping[str, torch.Tensor], moment: Moment) -> torch.Tensor:
+    """A moment's values, fp32 `[numel]`, from whole blocks of a record; of an fp32 moment, itself."""
+    stored = record[moment.name]
+    if stored.dtype is torch.uint8:
+        return low_bits.decode(stored, record[exponents_name(moment.name)], non_negative=moment.non_negative)
+    return stored.to(torch.float32)
+
+
+def write_moment(
+    record: Mapping[str, torch.Tensor], moment: Moment, value: torch.Tensor, noise16: torch.Tensor | int
 ) -> None:
-    """The same on the fp32 master that bf16 `param` and int16 `remainder` make up; see [Note: master weights]."""
-    master = join_master(param, remainder)
-    adamw_step(master, exp_avg, exp_avg_sq, grad, scalars)
-    new_param, new_remainder = split_master(master)
-    param.copy_(new_param)
-    remainder.copy_(new_remainder)
+    """Replace a moment's values by fp32 ones, rounded by the noise; `NEAREST` keeps those that the format has."""
+    stored = record[moment.name]
+    if stored.dtype is torch.uint8:
+        codes, exponents = low_bits.encode(value, noise16, non_negative=moment.non_negative)
+        stored.copy_(codes)
+        record[exponents_name(moment.name)].copy_(exponents)
+    elif stored.dtype is torch.bfloat16:
+        stored.copy_(low_bits.to_bf16(value, noise16))
+    else:
+        stored.copy_(value)
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

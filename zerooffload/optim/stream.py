@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zerooffload.optim.kernels import Kernels
-from zerooffload.optim.scalars import AdamWScalars
+from zerooffload.optim.rules import StepScalars
 from zerooffload.optim.spans import Span
 from zerooffload.telemetry import Recorder, Wait, Waitable, Waits, Work
 from zerooffload.tiers import Block, Space, StagingRing, StagingSlot
@@ -21,13 +21,17 @@ from zerooffload.tiers import Block, Space, StagingRing, StagingSlot
 
 @dataclass(frozen=True)
 class ChunkUpdate:
-    """A chunk to be updated: the homes of its states, and its spans counted from the chunk's start."""
+    """A chunk to be updated: the homes of its states, and its spans counted from the chunk's start.
+
+    `first_index` is that of its first element in the flat buffer.
+    """
 
     param: Block
     optimizer: Block
     gradient: Block
     chunk: int
-    spans: Sequence[Span[AdamWScalars]]
+    first_index: int
+    spans: Sequence[Span[StepScalars]]
 
     @property
     def space(self) -> Space:
@@ -126,7 +130,8 @@ class StreamedUpdate:
         (param,), (grad,) = params.values(), grads.values()
         for span in update.spans:
             part = slice(span.start, span.stop)
-            kernels.adamw(param[part], {name: value[part] for name, value in record.items()}, grad[part], span.settings)
+            own = update.optimizer.layout.cut(record, span.start, span.stop)
+            kernels.step(span.settings, param[part], own, grad[part], update.first_index + span.start)
 
     def _abandon(self, staged: _Staged) -> None:
         if staged.slot is not None:

@@ -19,7 +19,7 @@ from zerooffload.accelerator import host_buffer_nbytes
 from zerooffload.config import HomeTier, TierChoice, TierName
 from zerooffload.errors import ConfigError
 from zerooffload.formats import round_up
-from zerooffload.optim.record import optimizer_parts
+from zerooffload.optim.record import OptimizerStates
 from zerooffload.sharding.layout import FlatLayout
 from zerooffload.tiers import FILE_ALIGNMENT_BYTES, Part, RecordLayout
 from zerooffload.tiers.records import CHUNK_ALIGNMENT_NUMEL
@@ -164,7 +164,7 @@ class UnitLayout:
     needs: tuple[str, ...]
 
 
-def place(units: Sequence[UnitLayout], choices: TierChoices, reach: Reach) -> Placement:
+def place(units: Sequence[UnitLayout], choices: TierChoices, reach: Reach, states: OptimizerStates) -> Placement:
     """Give every state of every unit its home.
 
     Raises
@@ -178,7 +178,10 @@ def place(units: Sequence[UnitLayout], choices: TierChoices, reach: Reach) -> Pl
     placed = tuple(
         UnitPlacement(
             unit.name,
-            tuple(_place_flat(flat, unit.name, choices, reach, chunk_numel) for flat in unit.flats),
+            tuple(
+                _place_flat(flat, unit.name, choices=choices, reach=reach, states=states, chunk_numel=chunk_numel)
+                for flat in unit.flats
+            ),
             unit.needs,
         )
         for unit in units
@@ -214,7 +217,13 @@ def _check_patterns(choices: TierChoices, names: Sequence[str]) -> None:
 
 
 def _place_flat(
-    layout: FlatLayout, unit_name: str, choices: TierChoices, reach: Reach, chunk_numel: int
+    layout: FlatLayout,
+    unit_name: str,
+    *,
+    choices: TierChoices,
+    reach: Reach,
+    states: OptimizerStates,
+    chunk_numel: int,
 ) -> FlatPlacement:
     param_tier = home_tier(choices.params, unit_name)
     gradient_tier = home_tier(choices.gradients, unit_name)
@@ -228,7 +237,7 @@ def _place_flat(
         optimizer_tier=home_tier(choices.optimizer, unit_name),
         gradient_tier=gradient_tier,
         param=records((Part("param", layout.dtype),)),
-        optimizer=records(optimizer_parts(layout.dtype)) if layout.trainable else None,
+        optimizer=records(states.parts(layout.dtype)) if layout.trainable else None,
         gradient=records((Part("grad", layout.dtype),)) if layout.trainable else None,
         moves=layout.world_size > 1 or not reach.by_device(param_tier),
         collects=layout.trainable and (layout.world_size > 1 or not reach.by_device(gradient_tier)),

@@ -15,6 +15,7 @@ from zerooffload.aio import Engine, choose_engine
 from zerooffload.config import OffloadConfig
 from zerooffload.errors import ConfigError
 from zerooffload.optim.kernels import Kernels, TorchKernels, host_kernels
+from zerooffload.optim.record import OptimizerStates
 from zerooffload.planner.admission import AnnouncedPlan, announce
 from zerooffload.planner.placement import FlatPlacement, Reach, TierChoices, UnitLayout, UnitPlacement, place
 from zerooffload.runtime.hook_points import HookPoint
@@ -104,6 +105,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
         units=units,
         points=_hook_points(found, units),
         plan=plan,
+        states=_optimizer_states(config),
         resources=resources,
         parts=parts,
         kernels=(env.kernels, TorchKernels()),
@@ -185,6 +187,7 @@ def _unit_layout(
             dtype=dtype,
             trainable=trainable,
             world_size=world_size,
+            block_numel=_optimizer_states(config).block_numel if trainable else 1,
         )
         for (dtype, trainable), specs in groups.items()
     ]
@@ -194,8 +197,14 @@ def _unit_layout(
 def _announce(layouts: list[UnitLayout], config: OffloadConfig, accelerator: Accelerator) -> AnnouncedPlan:
     reach = Reach(accelerator.shares_host_memory, accelerator.range_nbytes)
     choices = TierChoices(config.params, config.optimizer, config.gradients)
-    placement = place(layouts, choices, reach)
-    return announce(placement, limits_of(config, accelerator), choices, lambda others: place(layouts, others, reach))
+    states = _optimizer_states(config)
+    placement = place(layouts, choices, reach, states)
+    limits = limits_of(config, accelerator)
+    return announce(placement, limits, choices, lambda others: place(layouts, others, reach, states))
+
+
+def _optimizer_states(config: OffloadConfig) -> OptimizerStates:
+    return OptimizerStates(config.algorithm, config.moments)
 
 
 def _make_unit(unit: UnitPlacement, params_of: dict[str, nn.Parameter], resources: Resources, env: Environment) -> Unit:

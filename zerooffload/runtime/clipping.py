@@ -52,9 +52,11 @@ def norm_sum(chosen: Sequence[Chosen], norm_type: float, square_sums: SquareSums
     for item in chosen:
         indices = item.with_gradient()
         whole = len(indices) == sum(item.training.held)
-        if norm_type == 2.0 and whole and all(item.training.grad_factors[index] == 1.0 for index in indices):
-            if indices:
-                sums += square_sums(item.part, item.training)
+        factors = {item.training.grad_factors[index] for index in indices}
+        if norm_type == 2.0 and whole and len(factors) <= 1:
+            # An fp32 number's square is exact; with a power of two, as a loss scale is, the product is exact too.
+            for factor in factors:
+                sums += [part * factor**2 for part in square_sums(item.part, item.training)]
             continue
         for index in indices:
             grad = read(item.part, item.training, index).double().abs().mul_(item.training.grad_factors[index])

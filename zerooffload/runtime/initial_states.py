@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from zerooffload.optim.record import REMAINDER
+from zerooffload.optim.record import MASTER, REMAINDER
 from zerooffload.optim.reference import split_master
 from zerooffload.sharding.layout import FlatLayout
 from zerooffload.sharding.unit import UnitFlat
@@ -67,11 +67,11 @@ def _write_params(views: Views, values: list[torch.Tensor], layout: FlatLayout, 
 def _write_record(views: Views, values: list[torch.Tensor], layout: FlatLayout, span: Span) -> None:
     for view in views.values():
         view.zero_()
-    if REMAINDER.name not in views:
-        return
     for source, place in _overlaps(layout, values, span):
-        if source.dtype is torch.float32:
+        if REMAINDER.name in views and source.dtype is torch.float32:
             _split(source, remainder=views[REMAINDER.name][place])
+        elif MASTER.name in views:
+            views[MASTER.name][place].copy_(source)
 
 
 def _split(master: torch.Tensor, *, param: torch.Tensor | None = None, remainder: torch.Tensor | None = None) -> None:

@@ -24,6 +24,13 @@ class _Departure:
     held_before: tuple[bool, ...]
     factors_before: tuple[float, ...]
 
+    def is_whole(self, span: tuple[int, int]) -> bool:
+        """Whether every parameter in a chunk arrived, and its home holds an unscaled gradient of all or of none."""
+        indices = [index for index, _, _ in _overlaps(self.part, span, self.held_before)]
+        held = {self.held_before[index] for index in indices}
+        unscaled = all(self.factors_before[index] == 1.0 for index in indices) or held == {False}
+        return self.arrived.issuperset(indices) and len(held) == 1 and unscaled
+
 
 @dataclass(frozen=True)
 class _Copying:
@@ -174,13 +181,17 @@ class Landing:
         home = departure.training.gradient
         (new,) = home.layout.split(chunk, content).values()
         view = home.view(Space.HOST, chunk)
-        with self._recorder.working(Work.GRADIENT_ACCUMULATION):
-            if view is not None:
-                self._sums.pop((id(departure.part), chunk), None)
-                (old,) = home.layout.split(chunk, view).values()
-                self._add(departure, chunk, old, new, into_old=True)
-                return []
+        key = (id(departure.part), chunk)
         span = departure.part.chunk_span(chunk)
+        if view is not None:
+            (old,) = home.layout.split(chunk, view).values()
+            with self._recorder.working(Work.GRADIENT_ACCUMULATION):
+                self._sums.pop(key, None)
+                if departure.is_whole(span):
+                    self._sums[key] = self._arrive(departure, span, old, new)
+                else:
+                    self._add(departure, chunk, old, new, into_old=True)
+            return []
         if any(held for _, _, held in _overlaps(departure.part, span, departure.held_before)):
             own = slot or self._ring.acquire(self._waits)
             try:
@@ -188,19 +199,26 @@ class Landing:
                 self._read(departure.part, departure.training, chunk, record)
                 (old,) = home.layout.split(chunk, record).values()
                 with self._recorder.working(Work.GRADIENT_ACCUMULATION):
-                    self._add(departure, chunk, old, new, into_old=False)
+                    if departure.is_whole(span):
+                        self._sums[key] = self._arrive(departure, span, new, old)
+                    else:
+                        self._add(departure, chunk, old, new, into_old=False)
+                        self._sums.pop(key, None)
             finally:
                 if slot is None:
                     self._ring.release(own)
-        zero_absent(departure.part, span, new, departure.training.held)
-        with self._recorder.working(Work.GRADIENT_NORM):
-            self._sums[id(departure.part), chunk] = self._host_kernels.square_sums(new)
-        earlier = self._writes.pop((id(departure.part), chunk), None)
+        else:
+            self._sums.pop(key, None)
+        if key not in self._sums:
+            zero_absent(departure.part, span, new, departure.training.held)
+            with self._recorder.working(Work.GRADIENT_NORM):
+                self._sums[key] = self._host_kernels.square_sums(new)
+        earlier = self._writes.pop(key, None)
         if earlier is not None:
             # Two writes to one place may land in either order.
             self._waits.until(Wait.GRADIENT_WRITE, earlier)
         write = home.write(chunk, content)
-        self._writes[id(departure.part), chunk] = write
+        self._writes[key] = write
         return [write]
 
     def _read(self, part: UnitFlat, training: TrainingStates, chunk: int, record: torch.Tensor) -> None:
@@ -208,6 +226,15 @@ class Landing:
         if write is not None:
             self._waits.until(Wait.GRADIENT_WRITE, write)
         self._waits.until(Wait.GRADIENT_READ, training.gradient.read(chunk, record))
+
+    def _arrive(
+        self, departure: _Departure, span: tuple[int, int], target: torch.Tensor, source: torch.Tensor
+    ) -> torch.Tensor:
+        """Join a whole chunk's `source` with `target`, and sum the squares, in one pass."""
+        for elements in (target, source):
+            zero_absent(departure.part, span, elements, departure.training.held)
+        held = any(held for _, _, held in _overlaps(departure.part, span, departure.held_before))
+        return (self._host_kernels.add if held else self._host_kernels.replace)(target, source)
 
     def _add(self, departure: _Departure, chunk: int, old: torch.Tensor, new: torch.Tensor, *, into_old: bool) -> None:
         """Join `new` and `old` into one of them, parameter by parameter."""
@@ -218,7 +245,7 @@ class Landing:
                 factor = departure.factors_before[index]
                 if factor != 1.0:
                     old[part].mul_(factor)
-                self._host_kernels.accumulate(target, source)
+                self._host_kernels.add(target, source)
             elif (index in departure.arrived) == into_old and (index in departure.arrived or held):
                 target.copy_(source)
 

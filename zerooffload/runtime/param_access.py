@@ -12,7 +12,10 @@ from torch import nn
 from zerooffload.config import TierName
 from zerooffload.errors import ConfigError
 from zerooffload.memory import Lease
-from zerooffload.optim.record import EXP_AVG, EXP_AVG_SQ, REMAINDER
+from zerooffload.optim.low_bits import NEAREST
+from zerooffload.optim.record import MASTER, REMAINDER
+from zerooffload.optim.reference import read_moment, write_moment
+from zerooffload.optim.rules import Rule
 from zerooffload.runtime.gradients import GradientPath
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
@@ -30,12 +33,15 @@ class ParamAccess:
 
     def __init__(
         self,
+        *,
         residency: Residency,
         gradients: GradientPath,
         collectives: Collectives,
         resources: Resources,
         parts: Parts,
+        rule: Rule,
     ) -> None:
+        self._rule = rule
         self._residency = residency
         self._gradients = gradients
         self._collectives = collectives
@@ -76,42 +82,61 @@ class ParamAccess:
         return self._slots.read(part, training.gradient, index)["grad"]
 
     def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
-        """Copies of `step` and the parts of a parameter's record, leased from the host's budget while they live."""
+        """Copies of `step`, the moments in fp32 and what a master has beyond its parameter.
+
+        They are leased from the host's budget while they live.
+        """
         residence, training = _trained(param)
-        parts = training.optimizer.layout.parts
-        lease = self.lease_copies(sum(part.dtype.itemsize for part in parts) * param.numel())
-        state = self._read_whole(residence.part, training.optimizer, residence.slot_index)
+        part, index, rule = residence.part, residence.slot_index, self._rule
+        kept = [item for item in training.optimizer.layout.parts if item in (REMAINDER, MASTER)]
+        nbytes = sum(item.dtype.itemsize for item in kept) + 4 * len(rule.moments)
+        lease = self.lease_copies(nbytes * param.numel())
+        record = self._slots.read(part, training.optimizer, index)
+        state = {item.name: record[item.name] for item in kept}
+        state |= {moment.name: read_moment(record, moment) for moment in rule.moments}
+        state = self._join_pieces(part, index, state)
         keep_lease(lease, state.values())
-        return {"step": torch.tensor(float(training.steps[residence.slot_index])), **state}
+        return {"step": torch.tensor(float(training.steps[index])), **state}
 
     def forget_optimizer_state(self, param: nn.Parameter) -> None:
-        """Zero a parameter's moments and steps; the remainder belongs to its value and stays."""
+        """Zero a parameter's moments and steps; what its master has beyond it belongs to its value and stays."""
         residence, training = _trained(param)
         part, index = residence.part, residence.slot_index
         if training.steps[index]:
-            zeros = own_piece(part, index, torch.zeros(param.shape))
-            self._slots.write(part, training.optimizer, index, {EXP_AVG.name: zeros, EXP_AVG_SQ.name: zeros})
+            record = self._slots.read(part, training.optimizer, index)
+            zeros = {name: piece.zero_() for name, piece in record.items() if name not in (REMAINDER.name, MASTER.name)}
+            self._slots.write(part, training.optimizer, index, zeros)
             training.steps[index] = 0
 
     def write_optimizer_state(self, param: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
         """Replace a parameter's record; parts that `state` lacks (torch's has no remainder) stay as they are."""
         residence, training = _trained(param)
-        names = {EXP_AVG.name, EXP_AVG_SQ.name, REMAINDER.name} & state.keys()
+        part, index = residence.part, residence.slot_index
+        names = {REMAINDER.name, MASTER.name, *(moment.name for moment in self._rule.moments)} & state.keys()
         for name in names:
             if state[name].shape != param.shape:
                 raise ConfigError(
                     f"{_slot(residence).param.name}: {name} has shape {tuple(state[name].shape)},"
                     f" expected {tuple(param.shape)}"
                 )
-        pieces = {name: own_piece(residence.part, residence.slot_index, state[name]) for name in names}
-        self._slots.write(residence.part, training.optimizer, residence.slot_index, pieces)
-        training.steps[residence.slot_index] = int(state["step"])
+        record = self._slots.read(part, training.optimizer, index)
+        pieces = {name: own_piece(part, index, state[name]) for name in names}
+        for moment in self._rule.moments:
+            if moment.name in pieces:
+                write_moment(record, moment, pieces.pop(moment.name).to("cpu", torch.float32), NEAREST)
+        for name in pieces.keys() & record.keys():
+            record[name].copy_(pieces[name])
+        self._slots.write(part, training.optimizer, index, record)
+        training.steps[index] = int(state["step"])
 
     def _read_whole(self, part: UnitFlat, block: Block, index: int) -> dict[str, torch.Tensor]:
-        """A parameter's record joined from all ranks, shaped like the parameter."""
-        pieces = self._collectives.gather_objects(self._slots.read(part, block, index))
+        """A parameter's values or gradient joined from all ranks, shaped like the parameter."""
+        return self._join_pieces(part, index, self._slots.read(part, block, index))
+
+    def _join_pieces(self, part: UnitFlat, index: int, piece: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        pieces = self._collectives.gather_objects(piece)
         shape = part.flat.layout.slots[index].param.shape
-        return {item.name: torch.cat([piece[item.name] for piece in pieces]).view(shape) for item in block.layout.parts}
+        return {name: torch.cat([other[name] for other in pieces]).view(shape) for name in piece}
 
     def lease_copies(self, nbytes: int) -> Lease:
         """Host memory for copies that the user gets.
@@ -129,17 +154,30 @@ class ParamAccess:
             yield part, [param.detach().clone() for param in part.flat.params]
 
     def _write_back(self, part: UnitFlat, before: list[torch.Tensor]) -> None:
-        """Take edited parameters home. Where a bf16 value changed, the remainder belonged to the old one."""
+        """Take edited parameters home. Where a value changed, what its master had beyond it belonged to the old one."""
         for index, (param, old) in enumerate(zip(part.flat.params, before, strict=True)):
             changed = _bits(param) != _bits(old)
             if not bool(changed.any()):
                 continue
             if part.range is not None:
                 self._slots.write(part, part.home, index, {"param": own_piece(part, index, param.detach())})
-            if part.training is not None and REMAINDER in part.training.optimizer.layout.parts:
-                record = self._slots.read(part, part.training.optimizer, index)
-                remainder = record[REMAINDER.name].masked_fill_(own_piece(part, index, changed).cpu(), 0)
-                self._slots.write(part, part.training.optimizer, index, {REMAINDER.name: remainder})
+            if part.training is not None:
+                self._write_back_master(part, part.training.optimizer, index, param.detach(), changed)
+
+    def _write_back_master(
+        self, part: UnitFlat, optimizer: Block, index: int, param: torch.Tensor, changed: torch.Tensor
+    ) -> None:
+        parts = optimizer.layout.parts
+        if REMAINDER not in parts and MASTER not in parts:
+            return
+        record = self._slots.read(part, optimizer, index)
+        here = own_piece(part, index, changed).cpu()
+        if REMAINDER in parts:
+            record[REMAINDER.name].masked_fill_(here, 0)
+        else:
+            values = own_piece(part, index, param).to("cpu", torch.float32)
+            record[MASTER.name].copy_(torch.where(here, values, record[MASTER.name]))
+        self._slots.write(part, optimizer, index, record)
 
     @contextmanager
     def _whole_gradients(self, units: list[Unit], *, writeback: bool) -> Iterator[None]:

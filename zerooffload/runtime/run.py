@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import weakref
@@ -13,7 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zerooffload.errors import ConfigError, InternalError
 from zerooffload.optim.kernels import Kernels
-from zerooffload.optim.scalars import AdamWSettings
+from zerooffload.optim.optimizer import ScalarsOf
+from zerooffload.optim.record import OptimizerStates
+from zerooffload.optim.rules import RULES, Rule
 from zerooffload.optim.stream import StreamedUpdate
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.runtime.clipping import Chosen, clip_factor, norm_sum, scale, total_norm
@@ -49,6 +52,7 @@ class Run:
         units: Sequence[Unit],
         points: Sequence[HookPoint],
         plan: AnnouncedPlan,
+        states: OptimizerStates,
         resources: Resources,
         parts: Parts,
         kernels: tuple[Kernels, Kernels],
@@ -57,6 +61,7 @@ class Run:
     ) -> None:
         self.units = tuple(units)
         self._points = tuple(points)
+        self._states = states
         self._resources = resources
         self._parts = parts
         self._collectives = collectives
@@ -79,7 +84,14 @@ class Run:
         self._schedule = Schedule(self._points, self._residency, self._gradients, self._check_usable)
         by_space = {Space.HOST: kernels[0], Space.DEVICE: kernels[1]}
         self._stream = StreamedUpdate(by_space, resources.ring, parts.waits, parts.recorder)
-        self.access = ParamAccess(self._residency, self._gradients, collectives, resources, parts)
+        self.access = ParamAccess(
+            residency=self._residency,
+            gradients=self._gradients,
+            collectives=collectives,
+            resources=resources,
+            parts=parts,
+            rule=RULES[states.algorithm],
+        )
         self._baseline_bytes = baseline_bytes
         self._num_steps = 0
         self._step_began = time.perf_counter()
@@ -116,11 +128,19 @@ class Run:
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrived)
         return handle
 
-    def update(self, settings_of: Callable[[nn.Parameter, int, float], AdamWSettings | None]) -> None:
+    def check_algorithm(self, rule: Rule) -> None:
+        """See `OptimizerRun`."""
+        if rule.moments != RULES[self._states.algorithm].moments:
+            raise ConfigError(
+                f"the states were laid out for {self._states.algorithm}, not for {rule.name}:"
+                f' call zo.offload with OffloadConfig(algorithm="{rule.name}")'
+            )
+
+    def update(self, scalars_of: ScalarsOf) -> None:
         """See `OptimizerRun`."""
         self._check_usable()
         self._schedule.recover()
-        planned = PlannedUpdate(self.units, settings_of)
+        planned = PlannedUpdate(self.units, scalars_of)
         self._residency.send_home()
         try:
             self._gradients.drain()
@@ -155,6 +175,22 @@ class Run:
             )
         scale(chosen, clip_factor(norm, max_norm))
         return result
+
+    def unscale_gradients(self, params: Iterable[torch.Tensor], factor: float) -> bool:
+        """See `OptimizerRun`."""
+        self._check_usable()
+        self._schedule.recover()
+        chosen = self._choose(params)
+        self._gradients.drain()
+        with self._parts.recorder.working(Work.GRADIENT_NORM):
+            mine = norm_sum(chosen, 2.0, self._landing.square_sums, self.access.read_gradient_piece)
+            norm = total_norm(self._collectives.gather_objects(mine), 2.0)
+        scale(chosen, factor)
+        return math.isfinite(norm)
+
+    def skip_step(self) -> None:
+        """See `OptimizerRun`."""
+        self._make_report()
 
     def discard_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """See `OptimizerRun`."""

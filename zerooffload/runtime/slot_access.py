@@ -32,20 +32,24 @@ class SlotAccess:
     def read(self, part: UnitFlat, block: Block, index: int) -> dict[str, torch.Tensor]:
         """The piece of a parameter's record that is this rank's: host tensors, 1D."""
         low, high = _own_range(part, index)
-        out = {item.name: torch.empty(high - low, dtype=item.dtype) for item in block.layout.parts}
+        layout = block.layout
+        out = {item.name: torch.empty(item.num_items(high - low), dtype=item.dtype) for item in layout.parts}
         for chunk, here, there in _by_chunk(part, block, low, high):
+            targets = layout.cut(out, there.start, there.stop)
             with self.record(block, chunk, update=False) as views:
-                for name, view in views.items():
-                    out[name][there].copy_(view[here])
+                for name, view in layout.cut(views, here.start, here.stop).items():
+                    targets[name].copy_(view)
         return out
 
     def write(self, part: UnitFlat, block: Block, index: int, pieces: Views) -> None:
         """Set the parts of a parameter's record that `pieces`, this rank's of them, 1D, names."""
         low, high = _own_range(part, index)
         for chunk, here, there in _by_chunk(part, block, low, high):
+            sources = block.layout.cut(pieces, there.start, there.stop)
             with self.record(block, chunk, update=True) as views:
-                for name, piece in pieces.items():
-                    views[name][here].copy_(piece[there])
+                targets = block.layout.cut(views, here.start, here.stop)
+                for name, source in sources.items():
+                    targets[name].copy_(source)
 
     @contextmanager
     def record(self, block: Block, chunk: int, *, update: bool) -> Iterator[dict[str, torch.Tensor]]:

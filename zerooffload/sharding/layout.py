@@ -67,6 +67,8 @@ class FlatLayout:
     slots : tuple[Slot, ...]
     world_size : int
         Ranks that share the buffer.
+    block_numel : int
+        Elements that must not be cut apart: parameters and shards start on multiples of it.
     """
 
     name: str
@@ -74,6 +76,7 @@ class FlatLayout:
     trainable: bool
     slots: tuple[Slot, ...]
     world_size: int
+    block_numel: int = 1
 
     @cached_property
     def numel(self) -> int:
@@ -85,7 +88,8 @@ class FlatLayout:
         """Elements of a rank's shard."""
         used = self.slots[-1].stop if self.slots else 0
         alignment_bytes = SHARD_ALIGNMENT_BYTES if self.world_size > 1 else SLOT_ALIGNMENT_BYTES
-        return round_up(-(-used // self.world_size), max(1, alignment_bytes // self.dtype.itemsize))
+        alignment = max(self.block_numel, alignment_bytes // self.dtype.itemsize)
+        return round_up(-(-used // self.world_size), alignment)
 
     @property
     def shard_nbytes(self) -> int:
@@ -118,12 +122,18 @@ def slot_alignment_numel(dtype: torch.dtype) -> int:
 
 
 def lay_out(
-    name: str, params: Sequence[ParamSpec], *, dtype: torch.dtype, trainable: bool, world_size: int = 1
+    name: str,
+    params: Sequence[ParamSpec],
+    *,
+    dtype: torch.dtype,
+    trainable: bool,
+    world_size: int = 1,
+    block_numel: int = 1,
 ) -> FlatLayout:
-    """Place parameters one after the other."""
-    alignment = slot_alignment_numel(dtype)
+    """Place parameters one after the other; `block_numel` is a power of two."""
+    alignment = max(block_numel, slot_alignment_numel(dtype))
     slots, position = [], 0
     for param in params:
         slots.append(Slot(param, position))
         position = round_up(position + param.numel, alignment)
-    return FlatLayout(name, dtype, trainable, tuple(slots), world_size)
+    return FlatLayout(name, dtype, trainable, tuple(slots), world_size, block_numel)

@@ -60,7 +60,7 @@ class OffloadedGradient(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise ConfigError(
-            f"{func} was called on the gradient of an offloaded parameter, which is held on its tier. Use zo.AdamW in"
-            " place of torch's optimizers, zo.clip_grad_norm_ in place of torch's, zero_grad(set_to_none=True), no"
-            " torch.amp.GradScaler; to read or change gradients: with zo.full_params(module, grads=True)."
+            f"{func} was called on the gradient of an offloaded parameter, which is held on its tier. Use our"
+            " optimizers (zo.AdamW, ...), zo.clip_grad_norm_ and zo.GradScaler in place of torch's, and"
+            " zero_grad(set_to_none=True); to read or change gradients: with zo.full_params(module, grads=True)."
         )

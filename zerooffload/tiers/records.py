@@ -10,6 +10,7 @@ one-part layout lie back to back and form one flat array.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,10 +27,23 @@ CHUNK_ALIGNMENT_NUMEL = 4096
 
 @dataclass(frozen=True)
 class Part:
-    """One array of a record."""
+    """One array of a record.
+
+    Attributes
+    ----------
+    name : str
+    dtype : torch.dtype
+    block_numel : int
+        Elements of the shard that share one item, a divisor of `CHUNK_ALIGNMENT_NUMEL`.
+    """
 
     name: str
     dtype: torch.dtype
+    block_numel: int = 1
+
+    def num_items(self, numel: int) -> int:
+        """Items for that many elements."""
+        return -(-numel // self.block_numel)
 
 
 @dataclass(frozen=True)
@@ -83,15 +97,23 @@ class RecordLayout:
         return chunk * self.record_nbytes(0)
 
     def split(self, chunk: int, record: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts of a record: 1D views `[chunk's numel]` of `record`, a uint8 tensor `[>= record_nbytes]`."""
+        """The parts of a record: 1D views `[items of the chunk]` of `record`, a uint8 tensor `[>= record_nbytes]`."""
         start, stop = self.chunk_range(chunk)
         views, offset = {}, 0
         for part in self.parts:
-            length = (stop - start) * part.dtype.itemsize
+            length = part.num_items(stop - start) * part.dtype.itemsize
             views[part.name] = record[offset : offset + length].view(part.dtype)
             offset += _part_nbytes(part, stop - start)
         return views
 
+    def cut(self, views: Mapping[str, torch.Tensor], start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Of the parts of a record, what belongs to the elements `[start, stop)`, which begin with a block."""
+        return {
+            part.name: views[part.name][start // part.block_numel : part.num_items(stop)]
+            for part in self.parts
+            if part.name in views
+        }
+
 
 def _part_nbytes(part: Part, numel: int) -> int:
-    return round_up(numel * part.dtype.itemsize, PART_ALIGNMENT_BYTES)
+    return round_up(part.num_items(numel) * part.dtype.itemsize, PART_ALIGNMENT_BYTES)

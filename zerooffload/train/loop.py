@@ -133,14 +133,9 @@ def _run(model: nn.Module, windows: Windows, result: TrainingResult, observer: O
 
 
 def _steps(model: nn.Module, windows: Windows, recipe: Recipe, ranks: Ranks) -> Iterator[StepRecord]:
-    training, settings = recipe.training, recipe.optimizer
-    optimizer = zo.AdamW(
-        model.parameters(),
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
+    training = recipe.training
+    optimizer = recipe.optimizer.make(model.parameters())
+    scaler = zo.GradScaler(enabled=recipe.offload.compute_dtype == "fp16")
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(recipe.schedule, step, training.steps)
     )
@@ -153,12 +148,14 @@ def _steps(model: nn.Module, windows: Windows, recipe: Recipe, ranks: Ranks) -> 
             # The ranks' batches follow one another in the order that one rank would take them in.
             mine = [next(order) for _ in range(ranks.world_size)][ranks.rank]
             micro_loss = next_token_loss(model, *windows.training(mine)) / training.accumulation_steps
-            micro_loss.backward()
+            scaler.scale(micro_loss).backward()
             loss += micro_loss.item()
         norm = None
         if training.max_grad_norm is not None:
+            scaler.unscale_(optimizer)
             norm = float(zo.clip_grad_norm_(model, training.max_grad_norm))
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         schedule.step()
         seconds = time.perf_counter() - begin
@@ -234,7 +231,7 @@ def _predict(recipe: Recipe, source: ModelSource, config: object, device: torch.
 
 @contextmanager
 def _offloaded(model: nn.Module, recipe: Recipe) -> Iterator[None]:
-    zo.offload(model, recipe.offload)
+    zo.offload(model, recipe.placement)
     try:
         yield
     finally:

@@ -7,16 +7,28 @@ current folder.
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
+import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from zerooffload.config import OffloadConfig, describe_validation_error
 from zerooffload.errors import ConfigError
+from zerooffload.optim import SGD, Adagrad, Adam, AdamW, Lion
+from zerooffload.optim.optimizer import OffloadedOptimizer
+
+_OPTIMIZERS: dict[str, type[OffloadedOptimizer]] = {
+    "adamw": AdamW,
+    "adam": Adam,
+    "adagrad": Adagrad,
+    "lion": Lion,
+    "sgd": SGD,
+}
 
 # Names of fields of a section that pydantic would otherwise reserve.
 _SECTION_CONFIG = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -79,15 +91,36 @@ class DataSection(BaseModel):
 
 
 class OptimizerSection(BaseModel):
-    """[optimizer]: AdamW's settings."""
+    """[optimizer]: which one, and its settings. Those left out are the optimizer's own defaults."""
 
     model_config = _SECTION_CONFIG
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "adam", "adagrad", "lion", "sgd"] = "adamw"
     lr: Annotated[float, Field(ge=0)] = 1e-4
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: Annotated[float, Field(ge=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    betas: tuple[float, float] | None = None
+    eps: Annotated[float, Field(ge=0)] | None = None
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    momentum: Annotated[float, Field(ge=0)] | None = None
+    dampening: float | None = None
+    nesterov: bool | None = None
+    lr_decay: Annotated[float, Field(ge=0)] | None = None
+    initial_accumulator_value: Annotated[float, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _known_to_the_optimizer(self) -> Self:
+        known = inspect.signature(_OPTIMIZERS[self.name]).parameters
+        for setting in self.settings():
+            if setting not in known:
+                raise ValueError(f"{self.name} has no setting {setting}")
+        return self
+
+    def settings(self) -> dict[str, Any]:
+        """The optimizer's arguments that are set."""
+        return self.model_dump(exclude={"name"}, exclude_none=True)
+
+    def make(self, params: Iterable[torch.Tensor]) -> OffloadedOptimizer:
+        """The optimizer of these parameters."""
+        return _OPTIMIZERS[self.name](params, **self.settings())
 
 
 class ScheduleSection(BaseModel):
@@ -142,6 +175,18 @@ class Recipe(BaseModel):
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     training: TrainingSection
+
+    @model_validator(mode="after")
+    def _one_algorithm(self) -> Self:
+        named = self.offload.algorithm if "algorithm" in self.offload.model_fields_set else self.optimizer.name
+        if named != self.optimizer.name:
+            raise ValueError(f"[offload] algorithm is {named}, but [optimizer] name is {self.optimizer.name}")
+        return self
+
+    @property
+    def placement(self) -> OffloadConfig:
+        """[offload], with the states of [optimizer]."""
+        return self.offload.model_copy(update={"algorithm": self.optimizer.name})
 
 
 def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:

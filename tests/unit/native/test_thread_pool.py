@@ -20,8 +20,10 @@ def test_several_python_threads_share_a_pool() -> None:
     targets = [torch.zeros(64 * 4096) for _ in range(4)]
 
     def work(target: torch.Tensor) -> None:
-        for _ in range(20):
-            n.accumulate(pool, target.data_ptr(), one.data_ptr(), n.Dtype.float32, one.numel())
+        sums, fp32 = torch.empty(64, dtype=torch.float64), n.Dtype.float32
+        for count in range(1, 21):
+            n.arrive(pool, n.Arrival.add, target.data_ptr(), fp32, one.data_ptr(), fp32, one.numel(), sums.data_ptr())
+            assert bool((sums == 4096 * count**2).all())
 
     threads = [threading.Thread(target=work, args=(target,)) for target in targets]
     for thread in threads:

@@ -63,7 +63,7 @@ def test_frozen_parameters_may_be_handed_over_and_stay(
 def test_a_hyperparameter_out_of_range_is_named(offload: Offload, make_net: MakeNet, wrong: dict[str, Any]) -> None:
     model = offload(make_net())
     (name,) = wrong
-    with pytest.raises(zo.ConfigError, match=f"AdamW: {name}=.* out of range"):
+    with pytest.raises(zo.ConfigError, match=f"AdamW: out of range: {name}="):
         zo.AdamW(model.parameters(), **wrong)
 
 

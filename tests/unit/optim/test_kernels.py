@@ -6,16 +6,17 @@ import math
 
 import pytest
 import torch
+from support.optimizer_arrays import DTYPES, MOMENTS, difference, make_arrays, scalars_of
 
 from zerooffload import ConfigError, native
+from zerooffload.optim import low_bits
 from zerooffload.optim.kernels import Kernels, NativeKernels, TorchKernels, host_kernels
-from zerooffload.optim.record import EXP_AVG, EXP_AVG_SQ, REMAINDER, optimizer_parts
-from zerooffload.optim.reference import BLOCK_NUMEL, join_master, split_master
-from zerooffload.optim.scalars import AdamWSettings
+from zerooffload.optim.record import OptimizerStates
+from zerooffload.optim.reference import BLOCK_NUMEL, join_master, read_moment, split_master, write_moment
+from zerooffload.optim.rules import RULES
 
 needs_native = pytest.mark.skipif(not native.available, reason=f"no native module: {native.why_unavailable}")
 LENGTHS = [1, 17, BLOCK_NUMEL, 3 * BLOCK_NUMEL + 5]
-FLOATS = [torch.float32, torch.bfloat16]
 
 
 def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -23,76 +24,65 @@ def random(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.T
     return (torch.randn(numel, generator=generator) * 3).to(dtype)
 
 
-def train(kernels: Kernels, numel: int, param_dtype: torch.dtype, grad_dtype: torch.dtype) -> list[torch.Tensor]:
-    """Three steps from the same start: the parameter and its record."""
-    param, remainder = random(numel, 0), None
-    record = {EXP_AVG.name: torch.zeros(numel), EXP_AVG_SQ.name: torch.zeros(numel)}
-    if param_dtype is torch.bfloat16:
-        param, remainder = split_master(param)
-        record[REMAINDER.name] = remainder
-    for step in (1, 2, 3):
-        settings = AdamWSettings(
-            lr=0.01,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            weight_decay=0.1,
-            maximize=step == 2,
-            grad_factor=0.3,
-            step=step,
-        )
-        kernels.adamw(param, record, random(numel, step, grad_dtype), settings.scalars())
-    return [param, *record.values()]
+@needs_native
+@pytest.mark.parametrize("algorithm", RULES)
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_native_and_torch_kernels_update_to_the_same_bits(algorithm: str, moments) -> None:
+    for turn, numel in enumerate(LENGTHS):
+        dtypes = DTYPES[turn % 3], DTYPES[(turn + 1) % 3]
+        expected = make_arrays(OptimizerStates(algorithm, moments), dtypes, numel)
+        got = expected.copy()
+        for step in (1, 2, 3):
+            scalars = scalars_of(algorithm, step)
+            for kernels, arrays in ((TorchKernels(), expected), (NativeKernels(3), got)):
+                kernels.step(scalars, arrays.param, arrays.record, arrays.grad, 4096)
+        assert difference(got, expected) == "", (numel, dtypes)
 
 
 @needs_native
 @pytest.mark.parametrize("numel", LENGTHS)
-@pytest.mark.parametrize("param_dtype", FLOATS)
-@pytest.mark.parametrize("grad_dtype", FLOATS)
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_native_and_torch_kernels_update_to_the_same_bits(
-    numel: int, param_dtype: torch.dtype, grad_dtype: torch.dtype, num_threads: int
-) -> None:
-    expected = train(TorchKernels(), numel, param_dtype, grad_dtype)
-    got = train(NativeKernels(num_threads), numel, param_dtype, grad_dtype)
-    for one, other in zip(expected, got, strict=True):
-        assert one.dtype is other.dtype
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
-
-
-@needs_native
-@pytest.mark.parametrize("numel", LENGTHS)
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_native_and_torch_kernels_sum_and_accumulate_to_the_same_bits(numel: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_native_and_torch_kernels_sum_add_and_replace_to_the_same_bits(numel: int, dtype: torch.dtype) -> None:
     both: list[Kernels] = [TorchKernels(), NativeKernels(2)]
     grad = random(numel, 1, dtype)
     first, second = (kernels.square_sums(grad) for kernels in both)
     assert torch.equal(first, second)
-    totals = [random(numel, 2, dtype) for _ in both]
-    for kernels, total in zip(both, totals, strict=True):
-        kernels.accumulate(total, grad)
-    assert torch.equal(totals[0], totals[1])
-    assert torch.equal(totals[0], random(numel, 2, dtype) + grad)
+    for target_dtype in {dtype, torch.float32}:
+        for operation in ("add", "replace"):
+            totals = [random(numel, 2, target_dtype) for _ in both]
+            sums = [getattr(kernels, operation)(total, grad) for kernels, total in zip(both, totals, strict=True)]
+            assert torch.equal(totals[0], totals[1])
+            assert torch.equal(sums[0], sums[1])
+            assert torch.equal(sums[0], both[0].square_sums(totals[0]))
+            before = random(numel, 2, target_dtype)
+            expected = before + grad if operation == "add" else grad.to(target_dtype)
+            assert torch.equal(totals[0], expected)
 
 
-def test_an_fp32_step_is_adamw_in_double_within_rounding() -> None:
-    param, exp_avg, exp_avg_sq = train(TorchKernels(), 1000, torch.float32, torch.float32)
-    p, m, v = random(1000, 0).double(), torch.zeros(1000).double(), torch.zeros(1000).double()
-    for step in (1, 2, 3):
-        g = random(1000, step).double() * (-0.3 if step == 2 else 0.3)
-        p *= 1 - 0.01 * 0.1
-        m = 0.9 * m + 0.1 * g
-        v = 0.95 * v + 0.05 * g * g
-        p -= 0.01 / (1 - 0.9**step) * m / (v.sqrt() / math.sqrt(1 - 0.95**step) + 1e-8)
-    torch.testing.assert_close(param.double(), p, rtol=2e-6, atol=1e-7)
-    torch.testing.assert_close(exp_avg.double(), m, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(exp_avg_sq.double(), v, rtol=1e-5, atol=1e-7)
-
-
-def test_bf16_parameters_and_remainders_are_the_fp32_master_bit_for_bit() -> None:
-    (fp32, *moments) = train(TorchKernels(), 5000, torch.float32, torch.bfloat16)
-    param, *bf16_moments, remainder = train(TorchKernels(), 5000, torch.bfloat16, torch.bfloat16)
-    assert torch.equal(join_master(param, remainder), fp32)
-    assert all(torch.equal(one, other) for one, other in zip(moments, bf16_moments, strict=True))
+@pytest.mark.parametrize("algorithm", RULES)
+def test_parameters_of_16_bits_train_the_fp32_master_bit_for_bit(algorithm: str) -> None:
+    states = OptimizerStates(algorithm)
+    start, grad = random(5000, 0), random(5000, 1, torch.bfloat16)
+    zeros = {moment.name: torch.zeros(5000) for moment in RULES[algorithm].moments}
+    masters, moments = [], []
+    for dtype in DTYPES:
+        param, record = start.to(dtype, copy=True), {name: value.clone() for name, value in zeros.items()}
+        if dtype is torch.bfloat16:
+            param, record["remainder"] = split_master(start)
+        elif dtype is torch.float16:
+            record["master"] = start.clone()
+        assert {part.name for part in states.parts(dtype)} == record.keys()
+        for step in (1, 2, 3):
+            TorchKernels().step(scalars_of(algorithm, step), param, record, grad, 0)
+        if dtype is torch.bfloat16:
+            masters.append(join_master(param, record["remainder"]))
+        else:
+            masters.append(record.get("master", param))
+            assert torch.equal(param, masters[-1].to(dtype))
+        moments.append([record[name] for name in zeros])
+    for master, own in zip(masters, moments, strict=True):
+        assert torch.equal(master, masters[0])
+        assert all(torch.equal(one, other) for one, other in zip(own, moments[0], strict=True))
 
 
 @pytest.mark.parametrize("numel", LENGTHS)
@@ -115,15 +105,42 @@ def test_the_kernels_name_tells_target_and_threads() -> None:
     assert host_kernels(2).name == f"native ({native.module.active_target()}, 2 threads)"
 
 
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("algorithm", RULES)
+def test_a_moment_that_was_read_is_written_back_as_it_was(algorithm: str, moments) -> None:
+    arrays = make_arrays(OptimizerStates(algorithm, moments), (torch.float32, torch.float32), 3000, seed=5)
+    after = arrays.copy()
+    for moment in RULES[algorithm].moments:
+        value = read_moment(after.record, moment)
+        assert value.dtype is torch.float32
+        write_moment(after.record, moment, value, low_bits.NEAREST)
+        torch.testing.assert_close(read_moment(after.record, moment), value, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "names"),
-    [(torch.float32, ["exp_avg", "exp_avg_sq"]), (torch.bfloat16, ["remainder", "exp_avg", "exp_avg_sq"])],
+    ("dtype", "own"),
+    [(torch.float32, []), (torch.bfloat16, ["remainder"]), (torch.float16, ["master"])],
 )
-def test_the_record_is_what_is_missing_to_a_master_and_the_moments(dtype: torch.dtype, names: list[str]) -> None:
-    assert [part.name for part in optimizer_parts(dtype)] == names
+def test_the_record_is_what_is_missing_to_a_master_and_the_moments(dtype: torch.dtype, own: list[str]) -> None:
+    for algorithm, rule in RULES.items():
+        names = [moment.name for moment in rule.moments]
+        for moments in ("fp32", "bf16"):
+            assert [part.name for part in OptimizerStates(algorithm, moments).parts(dtype)] == own + names
+        with_scales = [name for moment in names for name in (moment, f"{moment}_exponents")]
+        assert [part.name for part in OptimizerStates(algorithm, "8bit").parts(dtype)] == own + with_scales
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8])
+def test_bytes_of_an_element() -> None:
+    """Of AdamW's record: two moments, and for the 8-bit ones two scales for each 128 elements."""
+
+    def nbytes(moments) -> int:
+        parts = OptimizerStates("adamw", moments).parts(torch.float32)
+        return sum(part.num_items(128) * part.dtype.itemsize for part in parts)
+
+    assert [nbytes(moments) for moments in MOMENTS] == [128 * 8, 128 * 4, 128 * 2 + 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.complex64])
 def test_a_dtype_that_cannot_be_trained_is_refused_with_those_that_can(dtype: torch.dtype) -> None:
-    with pytest.raises(ConfigError, match=f"{dtype}.*float32, bfloat16"):
-        optimizer_parts(dtype)
+    with pytest.raises(ConfigError, match=f"{dtype}.*float32, bfloat16, float16"):
+        OptimizerStates().parts(dtype)

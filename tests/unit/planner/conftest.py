@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from zerooffload.accelerator import host_buffer_nbytes
+from zerooffload.optim.record import OptimizerStates
 from zerooffload.planner.placement import Placement, Reach, TierChoices, UnitLayout, place
 from zerooffload.sharding.layout import ParamSpec, lay_out
 
@@ -49,6 +50,6 @@ def placed(units: list[UnitLayout]) -> Callable[..., Placement]:
 
     def call(reach: Reach, **tiers: object) -> Placement:
         defaults = {"params": "auto", "optimizer": "auto", "gradients": "auto"}
-        return place(units, TierChoices(**{**defaults, **tiers}), reach)  # type: ignore[arg-type]
+        return place(units, TierChoices(**{**defaults, **tiers}), reach, OptimizerStates())  # type: ignore[arg-type]
 
     return call

@@ -8,6 +8,7 @@ import pytest
 
 from zerooffload import BudgetError
 from zerooffload.config import TierName
+from zerooffload.optim.record import OptimizerStates
 from zerooffload.planner.admission import AnnouncedPlan, Limits, announce
 from zerooffload.planner.placement import Placement, Reach, TierChoices, UnitLayout, place
 
@@ -27,7 +28,7 @@ def limits(*, device: int = PLENTY, host: int = PLENTY, nvme: int = PLENTY, shar
 def announced(units: list[UnitLayout], cpu: Reach, gpu: Reach) -> Announce:
     def call(choices: TierChoices, bounds: Limits) -> AnnouncedPlan:
         def retry(others: TierChoices) -> Placement:
-            return place(units, others, cpu if bounds.device_shares_host else gpu)
+            return place(units, others, cpu if bounds.device_shares_host else gpu, OptimizerStates())
 
         return announce(retry(choices), bounds, choices, retry)
 

@@ -8,6 +8,7 @@ import torch
 
 from zerooffload import ConfigError
 from zerooffload.config import TierName
+from zerooffload.optim.record import OptimizerStates
 from zerooffload.planner.placement import (
     CHUNK_NUMEL,
     NUM_GRADIENT_SLOTS,
@@ -108,7 +109,7 @@ def test_a_window_holds_units_that_are_nested(cpu: Reach) -> None:
         return UnitLayout(name, (layout,), (name,))
 
     nested = [unit("layers.0", 1024), unit("layers.0.mlp", 2048), unit("(root)", 1024)]
-    window = place(nested, TierChoices("nvme", "auto", "auto"), cpu).window
+    window = place(nested, TierChoices("nvme", "auto", "auto"), cpu, OptimizerStates()).window
     assert window.least_nbytes == 4 * (1024 + 2048 + 1024)
 
 
@@ -123,7 +124,9 @@ def test_units_may_have_homes_of_their_own(placed: Placed, cpu: Reach) -> None:
 def test_a_chunk_is_no_longer_than_the_longest_shard_and_bounded(cpu: Reach) -> None:
     def placement(numel: int) -> Placement:
         layout = lay_out("u", [ParamSpec("w", (numel,))], dtype=torch.bfloat16, trainable=True)
-        return place([UnitLayout("(root)", (layout,), ("(root)",))], TierChoices("nvme", "nvme", "nvme"), cpu)
+        return place(
+            [UnitLayout("(root)", (layout,), ("(root)",))], TierChoices("nvme", "nvme", "nvme"), cpu, OptimizerStates()
+        )
 
     assert placement(10).units[0].flats[0].param.chunk_numel == 4096
     assert placement(3 * CHUNK_NUMEL).units[0].flats[0].param.chunk_numel == CHUNK_NUMEL
@@ -138,4 +141,6 @@ def test_the_host_needs_no_copy_of_what_the_device_rounds(placed: Placed, gpu: R
 def test_parameters_that_cannot_be_trained_are_refused(cpu: Reach) -> None:
     layout = lay_out("u", [ParamSpec("w", (4,))], dtype=torch.float64, trainable=True)
     with pytest.raises(ConfigError, match="float64 cannot be trained"):
-        place([UnitLayout("(root)", (layout,), ("(root)",))], TierChoices("auto", "auto", "auto"), cpu)
+        place(
+            [UnitLayout("(root)", (layout,), ("(root)",))], TierChoices("auto", "auto", "auto"), cpu, OptimizerStates()
+        )

@@ -28,7 +28,7 @@ def in_plain_torch(recipe: Recipe, cache: Path) -> tuple[list[float], float, flo
     model = load_model(ModelSource(config=recipe.model.config, seed=training.seed))
     tokens = open_tokens(recipe.data.path, "text", ByteTokenizer(), cache)
     windows = Windows(tokens, training.sequence_length, training.evaluation_windows)
-    optimizer = torch.optim.AdamW(model.parameters(), settings.lr, settings.betas, settings.eps, settings.weight_decay)
+    optimizer = torch.optim.AdamW(model.parameters(), **settings.settings())
     order = batches(windows.num_training, training.batch_size, training.seed)
     before = evaluate(model, windows, training.batch_size)
     losses = []
@@ -65,6 +65,25 @@ def test_losses_do_not_depend_on_the_tier(make_recipe: Callable[..., Recipe], nv
     assert [record.loss for record in on_nvme.steps] == [record.loss for record in on_host.steps]
     assert on_nvme.heldout_after == on_host.heldout_after
     assert sum(record.report.bytes_moved["nvme_written"] for record in on_nvme.steps) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("adam", {"betas": [0.8, 0.9]}), ("adagrad", {"lr_decay": 0.1}), ("lion", {}), ("sgd", {"momentum": 0.5})],
+)
+def test_each_optimizer_trains(name: str, settings: dict[str, Any], make_recipe: Callable[..., Recipe]) -> None:
+    result = train(make_recipe(optimizer={"name": name, "lr": 1e-2, **settings}, offload={"moments": "bf16"}))
+    assert result.heldout_after is not None
+    assert result.heldout_before is not None
+    assert result.heldout_after < result.heldout_before
+
+
+def test_fp16_scales_its_loss_and_skips_what_overflows(make_recipe: Callable[..., Recipe]) -> None:
+    result = train(make_recipe(offload={"compute_dtype": "fp16"}, training={"steps": 6, "max_grad_norm": 1.0}))
+    assert result.heldout_after is not None
+    assert result.heldout_before is not None
+    assert result.heldout_after < result.heldout_before
+    assert [record.report.step for record in result.steps][-1] >= 1
 
 
 def test_the_schedule_sets_the_rate(make_recipe: Callable[..., Recipe]) -> None:

@@ -81,6 +81,8 @@ def test_an_unknown_key_is_named_with_the_closest_known(file: Path, override: st
         ("offload.params=nvme", ["[offload]", "nvme_paths is empty"]),
         ("offload.host_memory=12", ["host_memory"]),
         ("optimizer.lr=-1.0", ["optimizer.lr", "-1.0"]),
+        ("optimizer.momentum=0.9", ["adamw has no setting momentum"]),
+        ("offload.algorithm=lion", ["algorithm is lion", "name is adamw"]),
         ('model.config={model_type="llama"}', ["either name", "or config"]),
     ],
 )

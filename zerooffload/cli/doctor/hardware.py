@@ -12,7 +12,14 @@ import torch
 
 from zerooffload.cli.doctor.finding import Finding, Verdict
 from zerooffload.formats import GIB, MIB, format_bytes
-from zerooffload.machine import available_host_bytes, cgroup_limit_bytes, cpu_quota, lockable_bytes, usable_cores
+from zerooffload.machine import (
+    available_host_bytes,
+    cgroup_limit_bytes,
+    cpu_quota,
+    lockable_bytes,
+    this_ranks_cores,
+    usable_cores,
+)
 
 _LITTLE_MEMORY_BYTES = 2 * GIB
 _LITTLE_MEMLOCK_BYTES = 64 * MIB
@@ -35,15 +42,17 @@ def _cores() -> Finding:
     usable, quota = usable_cores(), cpu_quota()
     value = f"{usable} usable of {machine} logical ({psutil.cpu_count(logical=False) or '?'} physical)"
     if quota is not None and quota < usable:
-        advice = "the kernel pool takes the usable cores: set [offload] threads to the quota"
-        return Finding("cores", f"{value}, CPU quota {quota:g}", Verdict.NOTE, advice)
+        return Finding("cores", f"{value}, CPU quota {quota:g}")
     return Finding("cores", value)
 
 
 def _threads() -> Finding:
     torch_threads, usable = torch.get_num_threads(), usable_cores()
     settings = [f"{name}={os.environ[name]}" for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY") if name in os.environ]
-    value = f"torch {torch_threads} ({', '.join(settings) or 'no settings'}), optimizer kernel {usable}"
+    share = this_ranks_cores()
+    nodes = f"NUMA node{'s' if len(share.nodes) > 1 else ''} {', '.join(map(str, share.nodes))}"
+    kernel = f"optimizer kernel {share.num_threads} on {len(share.cores)} cores of {nodes}"
+    value = f"torch {torch_threads} ({', '.join(settings) or 'no settings'}), {kernel}"
     if torch_threads > usable:
         return Finding("threads", value, Verdict.NOTE, f"set OMP_NUM_THREADS={usable}: more threads than cores wait")
     return Finding("threads", value)

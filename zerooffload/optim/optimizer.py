@@ -1,25 +1,36 @@
-"""`zo.AdamW`: torch's optimizer face over states that live on tiers."""
+"""The face that all optimizers share: torch's, over states that live on tiers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from zerooffload.errors import ConfigError
-from zerooffload.optim.scalars import AdamWSettings
+from zerooffload.optim.rules import Rule, StepScalars
+from zerooffload.optim.rules.rule import step_scalars
 from zerooffload.sharding.registry import Residence, residence_of
 
 Params: TypeAlias = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
+ScalarsOf: TypeAlias = Callable[[nn.Parameter, int, float], StepScalars | None]
 
 
 class OptimizerRun(Protocol):
-    """What the optimizer asks of the run that owns its parameters."""
+    """What an optimizer asks of the run that owns its parameters."""
 
-    def update(self, settings_of: Callable[[nn.Parameter, int, float], AdamWSettings | None]) -> None:
-        """Update every parameter that has a gradient and whose `settings_of(param, step, grad_factor)` is not None."""
+    def check_algorithm(self, rule: Rule) -> None:
+        """Raise `ConfigError` if the states were not laid out for that rule."""
+
+    def update(self, scalars_of: ScalarsOf) -> None:
+        """Update every parameter that has a gradient and whose `scalars_of(param, step, grad_factor)` is not None."""
+
+    def unscale_gradients(self, params: Iterable[nn.Parameter], factor: float) -> bool:
+        """Let the update multiply the gradients with `factor`; whether all of them are finite, on every rank."""
+
+    def skip_step(self) -> None:
+        """Report a step that ends without an update."""
 
     def discard_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Forget the gradients of these parameters."""
@@ -34,47 +45,35 @@ class OptimizerRun(Protocol):
         """Replace a parameter's optimizer state."""
 
 
-class AdamW(torch.optim.Optimizer):
-    """AdamW (Loshchilov and Hutter, 2019) for the parameters of an offloaded model.
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """A `torch.optim.Optimizer` for the parameters of an offloaded model.
 
-    Arguments, param groups and `state_dict` are those of `torch.optim.AdamW`. Each operation is rounded once, in the
-    order `g *= factor; p *= 1 - lr*wd; m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*(g*g); d = sqrt(v)/sqrt(1-b2^t) + eps;
-    p -= (lr/(1-b1^t)) * (m/d)`, on every tier and CPU alike, so results are bit-equal wherever states live.
-
-    Parameters
-    ----------
-    params : iterable
-        Parameters of a model that `zo.offload` was called on, or param groups of them.
-    lr : float or torch.Tensor
-        A tensor is read when `step()` is called.
+    A subclass names its rule, gives torch's arguments to `defaults`, and says which are out of range.
 
     Raises
     ------
     ConfigError
-        If a parameter is not offloaded, was frozen when it was, or belongs to another run. A second optimizer of the
-        same parameters starts their states afresh.
+        If a parameter is not offloaded, was frozen when it was, or belongs to another run; if the run's states were
+        laid out for another algorithm; if a hyperparameter is out of range. A second optimizer of the same parameters
+        starts their states afresh.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        maximize: bool = False,
-    ) -> None:
+    RULE: ClassVar[Rule]
+
+    def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self._run: OptimizerRun | None = None
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
+
+    def out_of_range(self, group: dict[str, Any]) -> Iterable[str]:
+        """The names of a param group's hyperparameters that are out of range."""
+        raise NotImplementedError
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; the parameters must be offloaded, all by one call of `zo.offload`."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_hyperparameters(group)
+            self._check(group)
             for param in group["params"]:
                 if param.requires_grad:
                     self._adopt(param)
@@ -82,17 +81,32 @@ class AdamW(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
 
+    def _check(self, group: dict[str, Any]) -> None:
+        wrong = [f"{name}={group[name]!r}" for name in self.out_of_range(group)]
+        if wrong:
+            raise ConfigError(f"{type(self).__name__}: out of range: {', '.join(wrong)}")
+
     def _adopt(self, param: nn.Parameter) -> None:
-        residence = _residence(param)
+        residence = self._residence(param)
         if residence.part.training is None:
             name = residence.part.flat.layout.slots[residence.slot_index].param.name
             raise ConfigError(f"{name} was frozen when zo.offload was called: set requires_grad before offloading")
         if self._run is None:
+            residence.run.check_algorithm(self.RULE)
             self._run = residence.run
         elif self._run is not residence.run:
             raise ConfigError("one optimizer got parameters of two offloaded models: make one optimizer for each")
         # An earlier optimizer's states are not this one's.
         residence.run.forget_optimizer_state(param)
+
+    def _residence(self, param: torch.Tensor) -> Residence:
+        residence = residence_of(param)
+        if residence is None:
+            raise ConfigError(
+                f"a parameter of shape {tuple(param.shape)} is not offloaded: call zo.offload(model) first, then"
+                f" zo.{type(self).__name__}(model.parameters())"
+            )
+        return residence
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -110,9 +124,33 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._run is not None:
-            group_of = {id(param): group for group in self.param_groups for param in group["params"]}
-            self._run.update(lambda param, step, factor: _settings(group_of.get(id(param)), step, factor))
+            self._run.update(self._scalars_of())
         return loss
+
+    def _scalars_of(self) -> ScalarsOf:
+        group_of = {id(param): group for group in self.param_groups for param in group["params"]}
+        made: dict[tuple[int, int, float], StepScalars] = {}
+
+        def scalars_of(param: nn.Parameter, step: int, grad_factor: float) -> StepScalars | None:
+            group = group_of.get(id(param))
+            if group is None:
+                return None
+            key = (id(group), step, grad_factor)
+            if key not in made:
+                made[key] = step_scalars(self.RULE, group, step, grad_factor)
+            return made[key]
+
+        return scalars_of
+
+    def unscale_gradients(self, factor: float) -> bool:
+        """Let the update multiply the gradients with `factor`; whether all of them are finite, on every rank."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        return self._run is None or self._run.unscale_gradients(params, factor)
+
+    def skip_step(self) -> None:
+        """Let a step end without an update: its report covers what came before, and no state changes."""
+        if self._run is not None:
+            self._run.skip_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002, FBT001, FBT002 - torch's signature
         """Forget all gradients. `set_to_none=False` does the same: nothing is kept that could be set to zero."""
@@ -123,7 +161,7 @@ class AdamW(torch.optim.Optimizer):
             self._run.discard_gradients(params)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's layout, with copies of the states in host memory, which the host's budget must have room for.
+        """Torch's layout, with fp32 copies of the states in host memory, which the host's budget must have room for.
 
         Raises
         ------
@@ -144,7 +182,7 @@ class AdamW(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over hyperparameters and states, of ours or of `torch.optim.AdamW`, as they are in `state_dict`.
+        """Take over hyperparameters and states, of ours or of torch's optimizer of that name.
 
         Raises
         ------
@@ -153,7 +191,7 @@ class AdamW(torch.optim.Optimizer):
         """
         for group in state_dict["param_groups"]:
             if group.get("amsgrad"):
-                raise ConfigError("the state is of AdamW with amsgrad=True, which zo.AdamW does not do")
+                raise ConfigError(f"the state has amsgrad=True, which zo.{type(self).__name__} does not do")
         try:
             super().load_state_dict({**state_dict, "state": {}})
         except ValueError as error:
@@ -166,43 +204,18 @@ class AdamW(torch.optim.Optimizer):
             if not param.requires_grad:
                 continue
             entry = state_dict["state"].get(number)
-            if entry is None:
+            # Torch's SGD counts no steps, and its Adagrad has a state before the first one.
+            if entry is None or not entry.get("step", 1) or entry.get(self.RULE.moments[0].name) is None:
                 self._run.forget_optimizer_state(param)
             else:
-                self._run.write_optimizer_state(param, entry)
+                self._run.write_optimizer_state(param, {"step": torch.tensor(1.0), **entry})
 
 
-def _residence(param: torch.Tensor) -> Residence:
-    residence = residence_of(param)
-    if residence is None:
-        raise ConfigError(
-            f"a parameter of shape {tuple(param.shape)} is not offloaded: call zo.offload(model) first, then"
-            " zo.AdamW(model.parameters())"
-        )
-    return residence
+def outside(group: dict[str, Any], *names: str) -> Iterable[str]:
+    """Those of `names` that are negative or no number."""
+    return [name for name in names if not float(group[name]) >= 0]
 
 
-def _check_hyperparameters(group: dict[str, Any]) -> None:
-    beta1, beta2 = group["betas"]
-    for name, value, good in (
-        ("lr", group["lr"], float(group["lr"]) >= 0),
-        ("betas", group["betas"], 0 <= beta1 < 1 and 0 <= beta2 < 1),
-        ("eps", group["eps"], group["eps"] >= 0),
-        ("weight_decay", group["weight_decay"], group["weight_decay"] >= 0),
-    ):
-        if not good:
-            raise ConfigError(f"AdamW: {name}={value!r} is out of range")
-
-
-def _settings(group: dict[str, Any] | None, step: int, grad_factor: float) -> AdamWSettings | None:
-    if group is None:
-        return None
-    return AdamWSettings(
-        lr=float(group["lr"]),
-        betas=tuple(group["betas"]),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        maximize=bool(group["maximize"]),
-        grad_factor=grad_factor,
-        step=step,
-    )
+def betas_outside(group: dict[str, Any]) -> Iterable[str]:
+    """`betas`, if one of them is not in [0, 1)."""
+    return [] if all(0 <= beta < 1 for beta in group["betas"]) else ["betas"]

@@ -1,0 +1,28 @@
+#pragma once
+
+// Adam with L2 regularization (Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015), as torch
+// does it.
+struct Adam {
+  static constexpr int kNumMoments = 2;
+  static constexpr Sign kSigns[] = {Sign::kAny, Sign::kNonNegative};
+
+  struct Scalars {
+    float grad_factor;  // unscale and clip
+    float weight_decay;
+    float beta1;
+    float one_minus_beta1;
+    float beta2;
+    float one_minus_beta2;
+    float bias2_sqrt;  // sqrt(1 - beta2^t)
+    float eps;
+    float step_size;  // lr / (1 - beta1^t)
+  };
+
+  static inline float step(float param, float raw_grad, float& exp_avg, float& exp_avg_sq, const Scalars& k) {
+    const float grad = raw_grad * k.grad_factor + k.weight_decay * param;
+    exp_avg = k.beta1 * exp_avg + k.one_minus_beta1 * grad;
+    exp_avg_sq = k.beta2 * exp_avg_sq + k.one_minus_beta2 * (grad * grad);
+    const float denominator = __builtin_sqrtf(exp_avg_sq) / k.bias2_sqrt + k.eps;
+    return param - k.step_size * (exp_avg / denominator);
+  }
+};

@@ -1,0 +1,24 @@
+#pragma once
+
+// Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2).
+struct Lion {
+  static constexpr int kNumMoments = 1;
+  static constexpr Sign kSigns[] = {Sign::kAny, Sign::kAny};
+
+  struct Scalars {
+    float grad_factor;  // unscale and clip
+    float decay;        // 1 - lr * weight_decay
+    float beta1;
+    float one_minus_beta1;
+    float beta2;
+    float one_minus_beta2;
+    float lr;
+  };
+
+  static inline float step(float param, float raw_grad, float& exp_avg, float&, const Scalars& k) {
+    const float grad = raw_grad * k.grad_factor;
+    const float direction = k.beta1 * exp_avg + k.one_minus_beta1 * grad;
+    exp_avg = k.beta2 * exp_avg + k.one_minus_beta2 * grad;
+    return param * k.decay - k.lr * sign_of(direction);
+  }
+};

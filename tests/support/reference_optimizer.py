@@ -1,0 +1,95 @@
+"""The product's optimizers on plain tensors, parameter by parameter, in the reference's operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerooffload.optim import reference
+from zerooffload.optim.record import MASTER, REMAINDER, OptimizerStates
+from zerooffload.optim.rules import RULES
+from zerooffload.optim.rules.rule import step_scalars
+from zerooffload.sharding.layout import FlatLayout
+from zerooffload.tiers.records import RecordLayout
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+
+class ReferenceOptimizer(torch.optim.Optimizer):
+    """One rule, in plain PyTorch.
+
+    Attributes
+    ----------
+    grad_factor : float
+        What clipping wants the next step's gradients multiplied with.
+    """
+
+    def __init__(self, params: Any, states: OptimizerStates, **defaults: Any) -> None:
+        self.grad_factor = 1.0
+        self._states = states
+        self._rule = RULES[states.algorithm]
+        self._records: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._starts: dict[torch.Tensor, int] = {}
+        super().__init__(params, {"eps": 1e-8, "maximize": False, **defaults})
+
+    def take_over(self, model: nn.Module, compute_dtype: str | None, layouts: Iterable[FlatLayout]) -> None:
+        """Convert a model's parameters, keeping their masters, and learn where they lie in the flat buffers."""
+        params = dict(model.named_parameters(remove_duplicate=False))
+        dtype = _DTYPES[compute_dtype]
+        for param in model.parameters():
+            master = param.detach().clone().reshape(-1)
+            if dtype is torch.bfloat16:
+                param.data = reference.split_master(master)[0].view(param.shape).clone()
+            elif dtype is not None:
+                param.data = param.data.to(dtype)
+            if param.requires_grad:
+                self._records[param] = self._new_record(param, master)
+        self._starts = {params[slot.param.name]: slot.start for layout in layouts for slot in layout.slots}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update what has a gradient."""
+        del closure
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, group)
+        self.grad_factor = 1.0
+
+    def values_changed_by_hand(self, params: Iterable[torch.Tensor], before: Iterable[torch.Tensor]) -> None:
+        """Where values were changed, what their masters had beyond them belonged to the old ones."""
+        for param, old in zip(params, before, strict=True):
+            record = self._records.get(param, {})
+            changed = (param.detach() != old).reshape(-1)
+            if REMAINDER.name in record:
+                record[REMAINDER.name][changed] = 0
+            elif MASTER.name in record:
+                record[MASTER.name][changed] = param.detach().reshape(-1).float()[changed]
+
+    def moment(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        """A moment as it is now, fp32 1D; zeros before the first step."""
+        if param not in self._records:
+            return torch.zeros(param.numel())
+        (moment,) = (moment for moment in self._rule.moments if moment.name == name)
+        return reference.read_moment(self._records[param], moment)
+
+    def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state, grad = self.state[param], param.grad
+        assert grad is not None
+        if param not in self._records:
+            self._records[param] = self._new_record(param, param.detach().reshape(-1))
+        state["step"] = state.get("step", 0) + 1
+        scalars = step_scalars(self._rule, group, state["step"], self.grad_factor)
+        reference.step(scalars, param.view(-1), self._records[param], grad.reshape(-1), self._starts.get(param, 0))
+
+    def _new_record(self, param: torch.Tensor, master: torch.Tensor) -> dict[str, torch.Tensor]:
+        layout = RecordLayout(self._states.parts(param.dtype), param.numel(), 1 << 40)
+        record = layout.split(0, torch.zeros(layout.file_nbytes(0), dtype=torch.uint8, device=param.device))
+        if REMAINDER.name in record and master.dtype is torch.float32:
+            record[REMAINDER.name].copy_(reference.split_master(master)[1])
+        elif MASTER.name in record:
+            record[MASTER.name].copy_(master)
+        return record
