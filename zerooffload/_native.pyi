@@ -4,7 +4,7 @@ Addresses are plain integers (`tensor.data_ptr()`): the caller keeps the memory 
 until the call has returned or, for I/O, until the ticket was waited for. Kernels work in place on arrays that
 do not overlap and lie on multiples of their item size, else ValueError. Every call that works or waits
 releases the GIL. Kernel results are the same bits for every CPU target, number of threads and alignment (but
-for the payload of a NaN made from two NaNs).
+for the sign and the payload of a NaN).
 """
 
 import enum

@@ -6,8 +6,8 @@
 // Each operation below rounds once. That needs -ffp-contract=off (no fused multiply-add), and the flags
 // -fno-math-errno -fno-trapping-math, which change no result but let the compiler vectorize sqrt and
 // selections. Loops are elementwise, or sum in lanes whose number does not depend on the vector width. What
-// is not promised is the payload of a NaN that comes from two NaNs: there x86 keeps that of the operand that
-// the compiler put first.
+// is not promised are a NaN's sign and payload: of two NaNs x86 keeps that of the operand that the compiler
+// put first, and a new one (0/0) is negative on x86 and positive on Arm.
 
 #include <cstdint>
 
@@ -210,6 +210,7 @@ inline float power_of_two(std::uint32_t biased_exponent) {
 // The two factors of decoding or encoding a block: their product may be too large or too small for a float.
 struct Factors {
   float first, second;
+  std::uint32_t mask = 0xFFFFFFFFu;  // 0 in encoding a NaN block: a NaN's bits depend on the CPU
 };
 template <Sign kSign>
 inline Factors decoding_factors(std::uint32_t exponent) {
@@ -218,8 +219,9 @@ inline Factors decoding_factors(std::uint32_t exponent) {
 }
 template <Sign kSign>
 inline Factors encoding_factors(std::uint32_t exponent) {
-  return {exponent > kLargestExponent ? 0.0f : power_of_two(254 - exponent),
-          power_of_two(Code<kSign>::kExponent)};
+  const bool is_nan = exponent > kLargestExponent;
+  return {is_nan ? 0.0f : power_of_two(254 - exponent), power_of_two(Code<kSign>::kExponent),
+          is_nan ? 0u : 0xFFFFFFFFu};
 }
 
 template <Sign kSign>
@@ -231,7 +233,7 @@ inline float decode(std::int32_t code, Factors by) {
 
 template <Sign kSign>
 inline std::int32_t encode(float value, Factors by, std::uint32_t noise16) {
-  const std::uint32_t bits = bits_of(value * by.first * by.second);
+  const std::uint32_t bits = bits_of(value * by.first * by.second) & by.mask;
   const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
   std::int32_t dithered = static_cast<std::int32_t>(magnitude + (noise16 << 4));
   dithered = dithered > Code<kSign>::kLargest ? Code<kSign>::kLargest : dithered;

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.environments import COMBINATIONS, PAIRWISE
+from support.environments import COMBINATIONS
 from support.rank_bound import RanksAndOne
 from support.rank_emulation import EmulatedRanks
 from support.rank_training import (
@@ -29,10 +29,9 @@ Result = dict[str, Any]
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
-    """What each rank has in the end; the same under every combination of tiers, or every pair of them."""
-    folder = tmp_path_factory.mktemp("nvme")
-    homes = COMBINATIONS if request.param == 2 else PAIRWISE
-    results = run_ranks(train_all, request.param, str(folder), homes, even_shares(request.param), limit_seconds=280)
+    """What each rank has in the end; the same under every combination of tiers."""
+    folder, world_size = tmp_path_factory.mktemp("nvme"), request.param
+    results = run_ranks(train_all, world_size, str(folder), COMBINATIONS, even_shares(world_size), limit_seconds=280)
     assert not list(folder.iterdir())
     return results
 

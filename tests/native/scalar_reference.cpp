@@ -130,7 +130,7 @@ float decode(std::uint8_t code, int exponent, CodeFormat format) {
 }
 
 std::uint8_t encode(float value, int exponent, CodeFormat format, std::uint32_t noise16) {
-  if (exponent == 255) return 0;  // whatever it is, it means NaN
+  if (exponent == 255) return format.non_negative && bits_of(value) != 0 ? 1 : 0;
   const double ratio = std::ldexp(std::fabs(static_cast<double>(value)), 127 - exponent);
   const int top = top_field(format), largest = format.non_negative ? 255 : 127;
   const int power = ratio >= std::ldexp(1, 1 - top) ? std::ilogb(ratio) : 1 - top;

@@ -294,26 +294,8 @@ std::vector<float> scalars_of(Rule rule) {
   return {};
 }
 
-namespace {
-
-// Of blocks that are NaN: any code stands for NaN.
-void unite_codes(State& state) {
-  if (state.format.moments != MomentFormat::kBlock8) return;
-  for (int which = 0; which < reference::num_moments(state.format.rule); ++which) {
-    for (std::int64_t start = 0; start < state.numel; start += kScaleBlockNumel) {
-      if (state.exponents[which].get<std::uint8_t>(start / kScaleBlockNumel) != 255) continue;
-      const std::int64_t length = std::min(kScaleBlockNumel, state.numel - start);
-      std::memset(state.moments[which].at(start), 0, static_cast<std::size_t>(length));
-    }
-  }
-}
-
-}  // namespace
-
 bool same(const State& a, const State& b) {
   State one = a, other = b;
-  unite_codes(one);
-  unite_codes(other);
   const std::vector<Array*> firsts = one.arrays(), seconds = other.arrays();
   for (std::size_t i = 0; i < firsts.size(); ++i) {
     if (!same_bits(*firsts[i], *seconds[i])) return false;
@@ -329,7 +311,6 @@ void Fingerprint::add(const void* data, std::size_t num_bytes) {
 }
 
 void Fingerprint::add(State state) {
-  unite_codes(state);
   for (Array* const array : state.arrays()) add(*array);
 }
 

@@ -27,7 +27,9 @@ def test_a_single_path_is_a_list_of_one() -> None:
     assert OffloadConfig(nvme_paths=["/mnt/a", Path("/mnt/b")]).nvme_paths == (Path("/mnt/a"), Path("/mnt/b"))
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_the_compute_dtype_is_torchs(name: str, dtype: torch.dtype) -> None:
     assert OffloadConfig(compute_dtype=name).torch_compute_dtype is dtype
 
@@ -44,7 +46,9 @@ def test_the_compute_dtype_is_torchs(name: str, dtype: torch.dtype) -> None:
         ({"threads": 0}, ["threads", "0"]),
         ({"io_engine": "libaio"}, ["io_engine", "'libaio'"]),
         ({"update": "someday"}, ["update", "'someday'"]),
-        ({"compute_dtype": "fp16"}, ["compute_dtype", "'fp16'"]),
+        ({"compute_dtype": "fp64"}, ["compute_dtype", "'fp64'"]),
+        ({"moments": "4bit"}, ["moments", "'4bit'"]),
+        ({"algorithm": "adam8bit"}, ["algorithm", "'adam8bit'"]),
         ({"params": "nvme"}, ["nvme", "nvme_paths is empty"]),
         ({"gradients": {"*": "nvme"}}, ["nvme", "nvme_paths is empty"]),
     ],

@@ -65,6 +65,7 @@ def encode(
     first.masked_fill_(exponents > _LARGEST_EXPONENT, 0.0)
     second = _power_of_two(torch.tensor(_code_exponent(non_negative), device=value.device))
     scaled = _bits(value.mul(_for_each(first, numel)).mul_(second))
+    scaled.masked_fill_(_for_each(exponents > _LARGEST_EXPONENT, numel), 0)  # a NaN's bits depend on the CPU
     dithered = (scaled & 0x7FFFFFFF).add_(noise16 << 4)
     largest = ((256 if non_negative else 128) << _MANTISSA_SHIFT) - 1
     codes = dithered.clamp_(max=largest).bitwise_right_shift_(_MANTISSA_SHIFT)
