@@ -31,6 +31,10 @@ TierChoice = HomeTier | dict[str, HomeTier]
 """One home tier for all units, or one for each `fnmatch` pattern of unit names; the first that matches counts."""
 
 _COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Algorithm = Literal["adamw", "adam", "adagrad", "lion", "sgd"]
+"""The optimizers, by the names of their rules."""
+MomentFormat = Literal["fp32", "bf16", "8bit"]
+"""How an optimizer's moments are kept."""
 UnitSpec = Literal["auto"] | list[str] | list[type] | Callable[..., Any]
 
 
@@ -67,9 +71,9 @@ class OffloadConfig(BaseModel):
     compute_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Dtype of floating-point parameters in forward and backward. None keeps the model's own. "fp16" wants a
     `GradScaler`."""
-    algorithm: Literal["adamw", "adam", "adagrad", "lion", "sgd"] = "adamw"
+    algorithm: Algorithm = "adamw"
     """The optimizer that the states are laid out for: its moments decide what they take."""
-    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    moments: MomentFormat = "fp32"
     """Format of the optimizer's moments. The fewer bits, the less they take and move; they change the numbers:
     moments are then rounded up or down at random (the same in every run)."""
     units: UnitSpec = "auto"

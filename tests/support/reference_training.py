@@ -15,7 +15,7 @@ from support.small_models import MODELS, batch
 from torch import nn
 
 import zerooffload as zo
-from zerooffload.optim import reference
+from zerooffload.optim import OPTIMIZERS, reference
 from zerooffload.optim.record import OptimizerStates
 from zerooffload.runtime.build import Environment, build_run
 from zerooffload.runtime.ordinary_calls import make_ordinary_calls_right
@@ -23,7 +23,6 @@ from zerooffload.sharding.grouping import find_units
 from zerooffload.sharding.layout import FlatLayout, ParamSpec, lay_out
 from zerooffload.sharding.registry import residence_of
 
-OPTIMIZERS = {"adamw": zo.AdamW, "adam": zo.Adam, "adagrad": zo.Adagrad, "lion": zo.Lion, "sgd": zo.SGD}
 ParamGroups = Iterable[torch.Tensor] | list[dict[str, Any]]
 
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.reference_training import OPTIMIZERS, Outcome, Recipe, differences, offload_prepared, train_offloaded
+from support.reference_training import Outcome, Recipe, differences, offload_prepared, train_offloaded
 from support.small_models import MODELS, batch
 
 import zerooffload as zo
+from zerooffload.optim import OPTIMIZERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,6 +1,13 @@
 """What this process may take of the machine: memory and cores, as the kernel and its control groups say now."""
 
-from zerooffload.machine.cores import CoreShare, core_share, cpu_quota, this_ranks_cores, usable_cores
+from zerooffload.machine.cores import (
+    CoreShare,
+    core_share,
+    cpu_quota,
+    ranks_of_this_machine,
+    this_ranks_cores,
+    usable_cores,
+)
 from zerooffload.machine.memory import available_host_bytes, cgroup_limit_bytes, host_memory_bytes, lockable_bytes
 
 __all__ = [
@@ -11,6 +18,7 @@ __all__ = [
     "cpu_quota",
     "host_memory_bytes",
     "lockable_bytes",
+    "ranks_of_this_machine",
     "this_ranks_cores",
     "usable_cores",
 ]

@@ -73,7 +73,12 @@ def core_share(local_rank: int = 0, local_world_size: int = 1, topology: Path = 
 
 def this_ranks_cores() -> CoreShare:
     """The share of this process, by LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them."""
-    return core_share(int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return core_share(int(os.environ.get("LOCAL_RANK", "0")), ranks_of_this_machine())
+
+
+def ranks_of_this_machine() -> int:
+    """Ranks that share this machine's cores, memory and drives, this one included."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _affinity() -> list[int]:

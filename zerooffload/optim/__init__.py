@@ -6,4 +6,7 @@ from zerooffload.optim.grad_scaler import GradScaler
 from zerooffload.optim.lion import Lion
 from zerooffload.optim.sgd import SGD
 
-__all__ = ["SGD", "Adagrad", "Adam", "AdamW", "GradScaler", "Lion"]
+OPTIMIZERS = {optimizer.RULE.name: optimizer for optimizer in (AdamW, Adam, Adagrad, Lion, SGD)}
+"""The optimizers by the names of their rules."""
+
+__all__ = ["OPTIMIZERS", "SGD", "Adagrad", "Adam", "AdamW", "GradScaler", "Lion"]

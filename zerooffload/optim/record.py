@@ -10,10 +10,10 @@ fp16: the record holds the fp32 master, of which the parameter is the rounded co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from zerooffload.config import Algorithm, MomentFormat
 from zerooffload.errors import ConfigError
 from zerooffload.optim.low_bits import SCALE_BLOCK_NUMEL
 from zerooffload.optim.rules import RULES, Moment
@@ -23,7 +23,6 @@ REMAINDER = Part("remainder", torch.int16)
 MASTER = Part("master", torch.float32)
 
 _MASTER_PARTS = {torch.float32: (), torch.bfloat16: (REMAINDER,), torch.float16: (MASTER,)}
-MomentFormat = Literal["fp32", "bf16", "8bit"]
 
 
 @dataclass(frozen=True)
@@ -32,13 +31,13 @@ class OptimizerStates:
 
     Attributes
     ----------
-    algorithm : str
+    algorithm : Algorithm
         A name in `RULES`.
     moments : MomentFormat
         In which format they are kept.
     """
 
-    algorithm: str = "adamw"
+    algorithm: Algorithm = "adamw"
     moments: MomentFormat = "fp32"
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from zerooffload.aio import Engine
 from zerooffload.config import OffloadConfig, TierName
 from zerooffload.errors import ConfigError, InternalError
 from zerooffload.formats import format_bytes
-from zerooffload.machine import available_host_bytes, host_memory_bytes
+from zerooffload.machine import available_host_bytes, host_memory_bytes, ranks_of_this_machine
 from zerooffload.memory import Budget, Lease
 from zerooffload.planner.admission import AnnouncedPlan, Limits
 from zerooffload.planner.placement import NUM_GRADIENT_SLOTS, NUM_STAGING_SLOTS
@@ -52,11 +51,6 @@ def limits_of(config: OffloadConfig, accelerator: Accelerator) -> Limits:
     return Limits(device, host, nvme, accelerator.shares_host_memory)
 
 
-def ranks_of_this_machine() -> int:
-    """Ranks that share this machine's memory and drives, this one included."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def _host_limit(config: OffloadConfig, sharing: int) -> int:
     if config.host_memory is None:
         return int(_DEFAULT_PART * available_host_bytes()) // sharing
@@ -75,7 +69,8 @@ def warn_if_memory_is_short(plan: AnnouncedPlan) -> None:
 
     What the process holds already may be the model in memory, which the plan's leases take the place of.
     """
-    planned, sharing = plan.planned_bytes(TierName.HOST) * ranks_of_this_machine(), ranks_of_this_machine()
+    sharing = ranks_of_this_machine()
+    planned = plan.planned_bytes(TierName.HOST) * sharing
     left = available_host_bytes() + process_resident_bytes() * sharing
     if planned > left:
         _log.warning(

@@ -160,13 +160,7 @@ class Run:
         self, params: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
         """See `zo.clip_grad_norm_`."""
-        self._check_usable()
-        self._schedule.recover()
-        chosen = self._choose(params)
-        self._gradients.drain()
-        with self._parts.recorder.working(Work.GRADIENT_NORM):
-            mine = norm_sum(chosen, norm_type, self._landing.square_sums, self.access.read_gradient_piece)
-            norm = total_norm(self._collectives.gather_objects(mine), norm_type)
+        chosen, norm = self._norm_of(params, norm_type)
         result = torch.tensor(norm, dtype=torch.float32, device=self._parts.accelerator.device)
         if error_if_nonfinite and not bool(result.isfinite()):
             raise RuntimeError(
@@ -178,13 +172,7 @@ class Run:
 
     def unscale_gradients(self, params: Iterable[torch.Tensor], factor: float) -> bool:
         """See `OptimizerRun`."""
-        self._check_usable()
-        self._schedule.recover()
-        chosen = self._choose(params)
-        self._gradients.drain()
-        with self._parts.recorder.working(Work.GRADIENT_NORM):
-            mine = norm_sum(chosen, 2.0, self._landing.square_sums, self.access.read_gradient_piece)
-            norm = total_norm(self._collectives.gather_objects(mine), 2.0)
+        chosen, norm = self._norm_of(params, norm_type=2.0)
         scale(chosen, factor)
         return math.isfinite(norm)
 
@@ -248,6 +236,16 @@ class Run:
     def keep_hook(self, handle: RemovableHandle) -> None:
         """Remove a hook when the run ends."""
         self._handles.append(handle)
+
+    def _norm_of(self, params: Iterable[torch.Tensor], norm_type: float) -> tuple[list[Chosen], float]:
+        """Where the gradients of these parameters are, all arrived, and their norm over all ranks."""
+        self._check_usable()
+        self._schedule.recover()
+        chosen = self._choose(params)
+        self._gradients.drain()
+        with self._parts.recorder.working(Work.GRADIENT_NORM):
+            mine = norm_sum(chosen, norm_type, self._landing.square_sums, self.access.read_gradient_piece)
+            return chosen, total_norm(self._collectives.gather_objects(mine), norm_type)
 
     def _choose(self, params: Iterable[torch.Tensor]) -> list[Chosen]:
         indices: dict[UnitFlat, list[int]] = {}

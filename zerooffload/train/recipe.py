@@ -17,18 +17,10 @@ from typing import Annotated, Any, Literal, Self, get_args
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from zerooffload.config import OffloadConfig, describe_validation_error
+from zerooffload.config import Algorithm, OffloadConfig, describe_validation_error
 from zerooffload.errors import ConfigError
-from zerooffload.optim import SGD, Adagrad, Adam, AdamW, Lion
+from zerooffload.optim import OPTIMIZERS
 from zerooffload.optim.optimizer import OffloadedOptimizer
-
-_OPTIMIZERS: dict[str, type[OffloadedOptimizer]] = {
-    "adamw": AdamW,
-    "adam": Adam,
-    "adagrad": Adagrad,
-    "lion": Lion,
-    "sgd": SGD,
-}
 
 # Names of fields of a section that pydantic would otherwise reserve.
 _SECTION_CONFIG = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -95,7 +87,7 @@ class OptimizerSection(BaseModel):
 
     model_config = _SECTION_CONFIG
 
-    name: Literal["adamw", "adam", "adagrad", "lion", "sgd"] = "adamw"
+    name: Algorithm = "adamw"
     lr: Annotated[float, Field(ge=0)] = 1e-4
     betas: tuple[float, float] | None = None
     eps: Annotated[float, Field(ge=0)] | None = None
@@ -108,7 +100,7 @@ class OptimizerSection(BaseModel):
 
     @model_validator(mode="after")
     def _known_to_the_optimizer(self) -> Self:
-        known = inspect.signature(_OPTIMIZERS[self.name]).parameters
+        known = inspect.signature(OPTIMIZERS[self.name]).parameters
         for setting in self.settings():
             if setting not in known:
                 raise ValueError(f"{self.name} has no setting {setting}")
@@ -120,7 +112,7 @@ class OptimizerSection(BaseModel):
 
     def make(self, params: Iterable[torch.Tensor]) -> OffloadedOptimizer:
         """The optimizer of these parameters."""
-        return _OPTIMIZERS[self.name](params, **self.settings())
+        return OPTIMIZERS[self.name](params, **self.settings())
 
 
 class ScheduleSection(BaseModel):
