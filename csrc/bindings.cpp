@@ -236,6 +236,12 @@ void bind_io(nb::module_& m) {
             return submit(engine, io::Operation::kWrite, fd, offset, address, nbytes);
           },
           "fd"_a, "offset"_a, "address"_a, "nbytes"_a, ReleaseGil(), "Queues a write; returns its ticket.")
+      .def(
+          "submit_flush",
+          [](io::ThreadEngine& engine, int fd) {
+            return engine.submit(io::Operation::kFlush, io::Extent{fd, 0, nullptr, 0});
+          },
+          "fd"_a, ReleaseGil(), "Queues a flush; returns its ticket.")
       .def("wait", &wait, "ticket"_a, "Waits for a ticket, exactly once; raises IoFailure.")
       .def(
           "done",

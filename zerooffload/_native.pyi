@@ -137,14 +137,14 @@ def move_traffic(pool: ThreadPool, streams: Sequence[tuple[int, int, bool]], num
     """
 
 class IoFailure(Exception):  # noqa: N818 - a request failed; the error for users is TierIOError
-    """A request that did not move all of its bytes.
+    """A request that did not move all of its bytes, or make them durable.
 
     Attributes
     ----------
     errno : int
         The kernel's error number. EIO (and a message that says so) for a read that met the end of the file.
     op : str
-        "read" or "write".
+        "read", "write" or "flush".
     fd, offset, length : int
         The request as submitted, offset and length in bytes.
     transferred : int
@@ -152,7 +152,7 @@ class IoFailure(Exception):  # noqa: N818 - a request failed; the error for user
     """
 
     errno: int
-    op: Literal["read", "write"]
+    op: Literal["read", "write", "flush"]
     fd: int
     offset: int
     length: int
@@ -173,6 +173,11 @@ class ThreadEngine:
         """Queue a read into memory and return its ticket at once; RuntimeError after `close`."""
     def submit_write(self, fd: int, offset: int, address: int, nbytes: int) -> int:
         """Queue a write from memory and return its ticket at once; RuntimeError after `close`."""
+    def submit_flush(self, fd: int) -> int:
+        """Queue a flush and return its ticket at once; RuntimeError after `close`.
+
+        What was written to the file before this call is durable once the ticket is over without a failure.
+        """
     def wait(self, ticket: int) -> None:
         """Wait for a ticket, exactly once: IoFailure if its transfer failed, KeyError for an unknown ticket.
 

@@ -11,6 +11,9 @@ std::string describe(Operation operation, const Extent& extent, const Outcome& o
   // Not strerror, which shares one buffer between threads.
   const std::string reason =
       outcome.error == kEndOfFile ? "unexpected end of file" : std::generic_category().message(outcome.error);
+  if (operation == Operation::kFlush) {
+    return "flush of file descriptor " + std::to_string(extent.fd) + " failed: " + reason;
+  }
   return std::string(operation_name(operation)) + " of " + std::to_string(extent.nbytes) +
          " bytes at offset " + std::to_string(extent.offset) + " of file descriptor " +
          std::to_string(extent.fd) + " failed after " + std::to_string(outcome.transferred) +

@@ -7,7 +7,7 @@
 
 namespace zerooffload::io {
 
-// A request that did not move all of its bytes.
+// A request that did not move all of its bytes, or make them durable.
 //
 // `error` is the kernel's errno; for the end of the file, which has none, EIO, and the message says so.
 // `transferred` counts the bytes from the start of the request that were moved for certain.

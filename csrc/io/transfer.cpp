@@ -8,11 +8,39 @@ namespace zerooffload::io {
 
 const SystemCalls kSystemCalls{::pread, ::pwrite};
 
+int SystemCalls::default_flush(int fd) noexcept {
+#if defined(__linux__)
+  return ::fdatasync(fd);
+#else
+  return ::fsync(fd);
+#endif
+}
+
+namespace {
+
+Outcome flush(int fd, const SystemCalls& calls) noexcept {
+  while (calls.flush(fd) != 0) {
+    if (errno != EINTR) return Outcome{0, errno};
+  }
+  return {};
+}
+
+}  // namespace
+
 const char* operation_name(Operation operation) noexcept {
-  return operation == Operation::kRead ? "read" : "write";
+  switch (operation) {
+    case Operation::kRead:
+      return "read";
+    case Operation::kWrite:
+      return "write";
+    case Operation::kFlush:
+      break;
+  }
+  return "flush";
 }
 
 Outcome transfer(Operation operation, const Extent& extent, const SystemCalls& calls) noexcept {
+  if (operation == Operation::kFlush) return flush(extent.fd, calls);
   Outcome outcome;
   while (outcome.transferred < extent.nbytes) {
     std::byte* const data = extent.data + outcome.transferred;

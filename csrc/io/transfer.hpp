@@ -7,14 +7,18 @@
 
 namespace zerooffload::io {
 
-enum class Operation { kRead, kWrite };
+// A flush makes what was written to its file durable; it has a descriptor and no bytes.
+enum class Operation { kRead, kWrite, kFlush };
 
-const char* operation_name(Operation operation) noexcept;  // "read", "write"
+const char* operation_name(Operation operation) noexcept;  // "read", "write", "flush"
 
-// The two calls that move bytes, as a seam: tests put scripted faults here.
+// The calls that move bytes and make them durable, as a seam: tests put scripted faults here.
 struct SystemCalls {
   ssize_t (*pread)(int fd, void* data, std::size_t nbytes, off_t offset);
   ssize_t (*pwrite)(int fd, const void* data, std::size_t nbytes, off_t offset);
+  int (*flush)(int fd) = default_flush;
+
+  static int default_flush(int fd) noexcept;  // fdatasync, or the nearest that the system has
 };
 extern const SystemCalls kSystemCalls;
 
@@ -35,8 +39,9 @@ struct Outcome {
 // Not an errno: the file ended before the extent did.
 constexpr int kEndOfFile = -1;
 
-// Moves the whole extent, resuming after interruptions and short transfers.
+// Moves the whole extent, resuming after interruptions and short transfers; or flushes its file.
 //
+// A failed flush is not repeated: the kernel tells of a lost write once, and the next flush would succeed.
 // What is left after a short transfer is asked for as it is. Under O_DIRECT the kernel may refuse such a
 // rest, if it does not start on the device's block size, with EINVAL; that is then the outcome, with the
 // bytes moved before.

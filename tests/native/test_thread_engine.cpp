@@ -142,6 +142,15 @@ TEST(engine_reports_how_far_a_failed_request_came) {
   CHECK(!"a failure was expected");
 }
 
+TEST(engine_flushes) {
+  const TemporaryFile file;
+  ThreadEngine engine(2);
+  engine.wait(engine.submit(Operation::kFlush, Extent{file.fd(), 0, nullptr, 0}));
+  const Ticket bad = engine.submit(Operation::kFlush, Extent{-1, 0, nullptr, 0});
+  const std::string message = CHECK_THROWS(IoFailure, engine.wait(bad));
+  CHECK(message.find("flush of file descriptor -1 failed") != std::string::npos);
+}
+
 TEST(engine_tells_the_end_of_a_file) {
   const TemporaryFile file;
   CHECK_EQUAL(::ftruncate(file.fd(), 5000), 0);

@@ -81,6 +81,24 @@ TEST(transfer_of_nothing_is_the_end_of_the_file_or_an_error) {
   CHECK_EQUAL(play(Operation::kWrite, {{0}}).error, EIO);
 }
 
+TEST(transfer_flushes_and_repeats_what_was_interrupted_but_nothing_else) {
+  static std::vector<int> errors;
+  errors = {EINTR, EINTR, 0};
+  SystemCalls calls = kScripted;
+  calls.flush = [](int fd) {
+    CHECK_EQUAL(fd, 7);
+    errno = errors.front();
+    errors.erase(errors.begin());
+    return errno == 0 ? 0 : -1;
+  };
+  const Extent file{7, 0, nullptr, 0};
+  CHECK_EQUAL(transfer(Operation::kFlush, file, calls).error, 0);
+  CHECK(errors.empty());
+  errors = {EIO, 0};
+  CHECK_EQUAL(transfer(Operation::kFlush, file, calls).error, EIO);
+  CHECK_EQUAL(errors.size(), std::size_t{1});
+}
+
 TEST(failure_says_all_that_is_known) {
   const IoFailure failure(Operation::kRead, Extent{3, 1000, nullptr, 100}, Outcome{30, kEndOfFile});
   CHECK_EQUAL(failure.error, EIO);
@@ -88,4 +106,6 @@ TEST(failure_says_all_that_is_known) {
   CHECK_EQUAL(
       std::string(failure.what()),
       "read of 100 bytes at offset 1000 of file descriptor 3 failed after 30 bytes: unexpected end of file");
+  const IoFailure flush(Operation::kFlush, Extent{3, 0, nullptr, 0}, Outcome{0, EIO});
+  CHECK_EQUAL(std::string(flush.what()), "flush of file descriptor 3 failed: Input/output error");
 }

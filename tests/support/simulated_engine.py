@@ -43,7 +43,7 @@ class Fault:
     at : int
         Which operation of its kind fails, 0 for the first.
     operation : str
-        "read" or "write".
+        "read", "write" or "flush".
     errno : int
     transferred_bytes : int
         Bytes that move before it fails: a transfer that ends short.
@@ -101,7 +101,7 @@ class SimulatedEngine:
         on_files: bool = False,
         seed: int = 0,
     ) -> None:
-        self.num_operations = {"read": 0, "write": 0}
+        self.num_operations = {"read": 0, "write": 0, "flush": 0}
         self._transfers = transfers
         self._faults = {(fault.operation, fault.at): fault for fault in faults}
         self._on_files = on_files
@@ -118,6 +118,20 @@ class SimulatedEngine:
         """Takes the source's bytes later."""
         return self._submit("write", file, offset_bytes, source)
 
+    def submit_flush(self, file: OpenFile) -> SimulatedTicket:
+        """Happens as late as the others; there is no power cut here that it could guard against."""
+        self._check_open()
+        fault = self._next_fault("flush")
+
+        def happen() -> None:
+            self._check_not_lost()
+            if self._on_files:
+                os.fdatasync(file.fd)
+            if fault is not None:
+                raise TierIOError("flush", file.path, fault.errno)
+
+        return self._ticket(happen)
+
     def close(self) -> None:
         """What nobody has waited for is lost, unless a thread does it."""
         self._is_closed = True
@@ -125,12 +139,10 @@ class SimulatedEngine:
             self._pool.shutdown(wait=True)
 
     def _submit(self, operation: str, file: OpenFile, offset_bytes: int, buffer: torch.Tensor) -> SimulatedTicket:
-        if self._is_closed:
-            raise InternalError("an operation was submitted to a closed engine")
+        self._check_open()
         if any(value % _ALIGNMENT_BYTES for value in (offset_bytes, buffer.numel(), buffer.data_ptr())):
             raise InternalError(f"{operation} at {offset_bytes}, {buffer.numel()} bytes, is not fit for direct I/O")
-        fault = self._faults.get((operation, self.num_operations[operation]))
-        self.num_operations[operation] += 1
+        fault = self._next_fault(operation)
         if operation == "read":
             buffer.fill_(POISON)
         if not self._on_files:
@@ -138,8 +150,12 @@ class SimulatedEngine:
             self._content(file)
 
         def happen() -> None:
+            self._check_not_lost()
             self._transfer(operation, file, offset_bytes, buffer, fault)
 
+        return self._ticket(happen)
+
+    def _ticket(self, happen: Callable[[], None]) -> SimulatedTicket:
         if self._pool is None:
             ticket = SimulatedTicket(happen)
             if self._transfers is Transfers.EAGER:
@@ -151,8 +167,6 @@ class SimulatedEngine:
     def _transfer(
         self, operation: str, file: OpenFile, offset_bytes: int, buffer: torch.Tensor, fault: Fault | None
     ) -> None:
-        if self._is_closed and self._pool is None:
-            raise InternalError("an operation was waited for after its engine was closed")
         moved = buffer if fault is None else buffer[: fault.transferred_bytes]
         if moved.numel():
             if self._on_files:
@@ -173,6 +187,19 @@ class SimulatedEngine:
                 length_bytes=buffer.numel(),
                 transferred_bytes=fault.transferred_bytes,
             )
+
+    def _next_fault(self, operation: str) -> Fault | None:
+        fault = self._faults.get((operation, self.num_operations[operation]))
+        self.num_operations[operation] += 1
+        return fault
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InternalError("an operation was submitted to a closed engine")
+
+    def _check_not_lost(self) -> None:
+        if self._is_closed and self._pool is None:
+            raise InternalError("an operation was waited for after its engine was closed")
 
     def _content(self, file: OpenFile) -> torch.Tensor:
         key = os.fspath(file.path)

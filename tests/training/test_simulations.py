@@ -242,6 +242,18 @@ def test_faults(transfers: Transfers, file: OpenFile) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("on_files", [False, True], ids=["in memory", "on files"])
+@pytest.mark.parametrize("transfers", Transfers)
+def test_flushes_and_their_faults(transfers: Transfers, file: OpenFile, *, on_files: bool) -> None:
+    engine = SimulatedEngine(transfers, on_files=on_files, faults=[Fault(at=1, operation="flush")])
+    engine.submit_flush(file).wait()
+    with pytest.raises(TierIOError) as raised:
+        engine.submit_flush(file).wait()
+    assert (raised.value.errno, raised.value.operation) == (errno.EIO, "flush")
+    assert engine.num_operations["flush"] == 2
+    engine.close()
+
+
 def test_the_rules_of_direct_io(file: OpenFile) -> None:
     engine = SimulatedEngine()
     for offset_bytes, buffer in ((512, pages(0)), (0, pages(0)[512:]), (0, pages(0)[:512])):

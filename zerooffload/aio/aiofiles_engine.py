@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import threading
+from collections.abc import Coroutine
 from concurrent.futures import Future
+from typing import Any
 
 import aiofiles
 import torch
@@ -42,11 +45,15 @@ class AiofilesEngine:
 
     def submit_read(self, file: OpenFile, offset_bytes: int, target: torch.Tensor) -> AiofilesTicket:
         """See `Engine`."""
-        return self._submit("read", file, offset_bytes, target)
+        return self._submit(_transfer("read", file, offset_bytes, target))
 
     def submit_write(self, file: OpenFile, offset_bytes: int, source: torch.Tensor) -> AiofilesTicket:
         """See `Engine`."""
-        return self._submit("write", file, offset_bytes, source)
+        return self._submit(_transfer("write", file, offset_bytes, source))
+
+    def submit_flush(self, file: OpenFile) -> AiofilesTicket:
+        """See `Engine`."""
+        return self._submit(_flush(file))
 
     def close(self) -> None:
         """See `Engine`."""
@@ -58,10 +65,11 @@ class AiofilesEngine:
         self._thread.join()
         self._loop.close()
 
-    def _submit(self, operation: str, file: OpenFile, offset_bytes: int, buffer: torch.Tensor) -> AiofilesTicket:
+    def _submit(self, work: Coroutine[Any, Any, None]) -> AiofilesTicket:
         if self._loop.is_closed():
+            work.close()
             raise InternalError("the aiofiles engine is closed")
-        future = asyncio.run_coroutine_threadsafe(_transfer(operation, file, offset_bytes, buffer), self._loop)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._in_flight.add(future)
         future.add_done_callback(self._in_flight.discard)
         return AiofilesTicket(future)
@@ -93,3 +101,12 @@ async def _transfer(operation: str, file: OpenFile, offset_bytes: int, buffer: t
             length_bytes=len(view),
             transferred_bytes=moved,
         ) from None
+
+
+async def _flush(file: OpenFile) -> None:
+    # Of the whole file, whichever descriptor its bytes came through.
+    flush = getattr(os, "fdatasync", os.fsync)
+    try:
+        await asyncio.to_thread(flush, file.fd)
+    except OSError as error:
+        raise TierIOError("flush", file.path, error.errno or errno.EIO) from None

@@ -3,7 +3,11 @@
 1. `submit_read` or `submit_write` returns a ticket at once; the buffer is the operation's until the ticket is done.
 2. `wait` on the ticket blocks, and raises `TierIOError` if any byte did not move. Every result is checked; a short
    transfer is continued, never taken for success.
-3. `close` finishes what was submitted.
+3. `submit_flush` returns a ticket at once. Once that is done without an error, all bytes of the file's writes that were
+   done *before the flush was submitted* survive a power cut; a write still under way then may or may not. A flush that
+   failed leaves it open which of them do, and is not to be repeated: the system tells of a lost write once, so the next
+   flush may succeed and mean nothing. Write the bytes again.
+4. `close` finishes what was submitted.
 
 A ticket owns its buffer: holding it keeps the buffer alive.
 """
@@ -59,6 +63,9 @@ class Engine(Protocol):
 
     def submit_write(self, file: OpenFile, offset_bytes: int, source: torch.Tensor) -> Waitable:
         """Write `source.numel()` bytes."""
+
+    def submit_flush(self, file: OpenFile) -> Waitable:
+        """Make durable what was written to the file, up to its length; not its name in its folder."""
 
     def close(self) -> None:
         """Finish what was submitted and stop; again is harmless."""

@@ -1,4 +1,4 @@
-"""The native engine: pread and pwrite on threads of its own."""
+"""The native engine: pread, pwrite and fdatasync on threads of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zerooffload.native import module as _native
 class ThreadsTicket:
     """One operation of the native engine; owns its buffer."""
 
-    def __init__(self, engine: Any, number: int, file: OpenFile, buffer: torch.Tensor) -> None:
+    def __init__(self, engine: Any, number: int, file: OpenFile, buffer: torch.Tensor | None) -> None:
         self._engine = engine
         self._number = number
         self._file = file
@@ -77,6 +77,11 @@ class ThreadsEngine:
         self._check_open()
         number = self._engine.submit_write(file.fd, offset_bytes, source.data_ptr(), source.numel())
         return ThreadsTicket(self._engine, number, file, source)
+
+    def submit_flush(self, file: OpenFile) -> ThreadsTicket:
+        """See `Engine`."""
+        self._check_open()
+        return ThreadsTicket(self._engine, self._engine.submit_flush(file.fd), file, None)
 
     def close(self) -> None:
         """See `Engine`."""

@@ -108,6 +108,32 @@ def test_a_full_disk_is_told_with_its_errno(engine: Engine) -> None:
     assert (error.length_bytes, error.transferred_bytes) == (BLOCK, 0)
 
 
+def test_a_flush_succeeds_before_and_after_writes_and_takes_no_place(engine: Engine, file: OpenFile) -> None:
+    engine.submit_flush(file).wait()
+    source = content(3 * BLOCK, 1)
+    engine.submit_write(file, 0, source).wait()
+    ticket = engine.submit_flush(file)
+    ticket.wait()
+    ticket.wait()
+    assert ticket.done()
+    assert file.path.read_bytes() == source.numpy().tobytes()
+
+
+def test_a_flush_that_fails_tells_errno_and_path_in_every_wait(engine: Engine) -> None:
+    reader, writer = os.pipe()
+    try:
+        # A pipe cannot be flushed.
+        ticket = engine.submit_flush(OpenFile(Path("/pipe"), writer, direct=False))
+        for _ in range(2):
+            with pytest.raises(TierIOError) as caught:
+                ticket.wait()
+            error = caught.value
+            assert (error.errno, error.operation, error.path) == (errno.EINVAL, "flush", "/pipe")
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
 def test_a_failed_transfer_leaves_the_others_alone(engine: Engine, file: OpenFile) -> None:
     source = content(BLOCK, 1)
     good = engine.submit_write(file, 0, source)
@@ -153,3 +179,5 @@ def test_closing_again_is_harmless_and_a_closed_engine_takes_nothing(engine: Eng
     engine.close()
     with pytest.raises(InternalError, match="closed"):
         engine.submit_write(file, 0, content(BLOCK, 1))
+    with pytest.raises(InternalError, match="closed"):
+        engine.submit_flush(file)
