@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerooffload.config import OffloadConfig
-    from zerooffload.entry import clip_grad_norm_, close, full_params, offload, step_report
+    from zerooffload.entry import clip_grad_norm_, close, full_params, offload, resume, step_report, track
     from zerooffload.errors import (
         BudgetError,
         CheckpointError,
@@ -51,7 +51,9 @@ _HOMES = {
     "close": "entry",
     "full_params": "entry",
     "offload": "entry",
+    "resume": "entry",
     "step_report": "entry",
+    "track": "entry",
 }
 
 __all__ = [
@@ -75,7 +77,9 @@ __all__ = [
     "close",
     "full_params",
     "offload",
+    "resume",
     "step_report",
+    "track",
 ]
 
 

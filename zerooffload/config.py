@@ -80,6 +80,17 @@ class OffloadConfig(BaseModel):
     """How the model is cut: "auto", module classes, `fnmatch` patterns of module names, or `(name, module) -> bool`."""
     update: Literal["auto", "after_backward"] = "auto"
     """When the optimizer update runs. "auto" is after_backward until the hidden modes exist."""
+    atomic_steps: bool = True
+    """Commit whole steps on the nvme tier, where all that is trained lives there (or is `durable`): a crash costs at
+    most one finished step and the one in progress, and `zo.resume` continues. Takes two slots a chunk, so twice the
+    space. False: half the space, nothing to resume."""
+    durable: bool = False
+    """Also keep copies on nvme of trained states that live elsewhere, so that such a placement can be resumed too. They
+    are written in every step."""
+    overwrite: bool = False
+    """Lose a run that the nvme paths hold, instead of refusing to train before `zo.resume`."""
+    verify_reads: bool = False
+    """Compare a checksum in every read of a state from nvme, not only in `zo.resume`."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of the optimizer kernel. None: one for each physical core of this rank's share of the machine, which
     its threads stay on, as far as the CPU quota goes."""
@@ -98,6 +109,10 @@ class OffloadConfig(BaseModel):
         wants_nvme = any("nvme" in (c.values() if isinstance(c, dict) else (c,)) for c in choices)
         if wants_nvme and not self.nvme_paths:
             raise ValueError("a state has its home on nvme, but nvme_paths is empty: name a folder on the drive")
+        if self.durable and not self.nvme_paths:
+            raise ValueError("durable keeps copies on nvme, but nvme_paths is empty: name a folder on the drive")
+        if self.durable and not self.atomic_steps:
+            raise ValueError("durable needs atomic_steps: a copy that a crash leaves half-written resumes nothing")
         return self
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -94,6 +94,7 @@ def full_params(
     run, units = units_of(module)
     if not isinstance(run, Run):
         raise ConfigError(f"{type(module).__name__} is not offloaded")
+    run.check_resumed()
     with run.access.full(units, writeback=writeback, grads=grads):
         yield
 
@@ -134,6 +135,56 @@ def clip_grad_norm_(
     )
 
 
+def track(model: nn.Module, **objects: Any) -> None:
+    """Commit the state of `objects` with every step, so that `resume` can put it back.
+
+        zo.track(model, scheduler=scheduler, loader=loader)
+
+    The position in the data is taken when `optimizer.step()` is called; the state of schedulers and scalers (objects
+    with a `step` method), which loops change after it, when the next training forward begins. The optimizer's settings
+    and the random states of torch, numpy, Python and the device are always committed.
+
+    Parameters
+    ----------
+    **objects
+        Anything with `state_dict` and `load_state_dict`. A state may hold numbers, texts, bytes, None, lists, tuples,
+        dictionaries, tensors and numpy arrays.
+
+    Raises
+    ------
+    ConfigError
+        If an object has no such methods, a name is taken by another object, or the model is not offloaded.
+    """
+    _run_of(next(model.parameters(), None)).track(objects)
+
+
+def resume(model: nn.Module, *optimizers: torch.optim.Optimizer) -> int:
+    """Continue the run that the nvme paths hold from its newest step that every rank has committed.
+
+    Call it after `offload`, the making of the optimizer and `track`, and before training. States, step counts, the
+    optimizer's settings, what is tracked and random states are then those of the uninterrupted run at the start of
+    the next step. Every chunk is read once, and compared with its checksum.
+
+    Parameters
+    ----------
+    *optimizers
+        All optimizers of the model, in the order in which they were made.
+
+    Returns
+    -------
+    int
+        How many steps are done: 0 if there is nothing to continue.
+
+    Raises
+    ------
+    ConfigError
+        If this placement's steps are not committed; if what is tracked or the optimizers are others; after training.
+    CheckpointError
+        If files are damaged.
+    """
+    return _run_of(next(model.parameters(), None)).resume(optimizers)
+
+
 def step_report(model: nn.Module) -> StepReport:
     """What the last `optimizer.step()` moved and where it waited.
 
@@ -148,7 +199,13 @@ def step_report(model: nn.Module) -> StepReport:
 def close(model: nn.Module) -> None:
     """End a run: give budgets, files and the directory back. Again, or on a model never offloaded, does nothing.
 
-    Values whose home the device could not use are gone with it: save the model before.
+    The files of a run whose steps are committed stay, so that `resume` can continue it. Otherwise values whose home the
+    device could not use are gone with it: save the model before.
+
+    Raises
+    ------
+    TierIOError
+        If the last step could not be committed; the run has ended all the same.
     """
     param = next(model.parameters(), None)
     residence = residence_of(param) if param is not None else None
@@ -191,4 +248,4 @@ def _collectives(ranks: dist.ProcessGroup | DeviceMesh | None) -> Collectives:
     return GroupCollectives(group)
 
 
-__all__ = ["clip_grad_norm_", "close", "full_params", "offload", "step_report"]
+__all__ = ["clip_grad_norm_", "close", "full_params", "offload", "resume", "step_report", "track"]

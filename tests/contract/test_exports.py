@@ -31,7 +31,9 @@ FACE = [
     "close",
     "full_params",
     "offload",
+    "resume",
     "step_report",
+    "track",
 ]
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.folders import leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,11 +34,11 @@ def _deterministic() -> Iterator[None]:
 
 @pytest.fixture
 def nvme(tmp_path: Path) -> Iterator[Path]:
-    """A user's folder; a run that ended has left nothing in it."""
+    """A user's folder; a run that ended has left nothing in it but what it committed."""
     folder = tmp_path / "nvme"
     folder.mkdir()
     yield folder
-    assert list(folder.iterdir()) == []
+    assert leftovers(folder) == []
 
 
 @pytest.fixture(scope="session")

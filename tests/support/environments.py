@@ -61,6 +61,7 @@ def _environment(
     return Environment(
         accelerator=accelerator,
         open_engine=lambda: engine,
+        commit_in_background=False,
         kernels=kernels or host_kernels(1),
         make_waits=make_waits,
     )

@@ -141,6 +141,7 @@ def offload_prepared(recipe: Recipe, environment: Environment | None = None, **c
     model = _prepared(recipe)
     defaults = {
         "threads": 1,
+        "overwrite": True,
         "compute_dtype": recipe.compute_dtype,
         "algorithm": recipe.algorithm,
         "moments": recipe.moments,

@@ -195,6 +195,12 @@ class SimulatedAccelerator:
         """What is not filled."""
         return self._capacity_bytes - self.filled_bytes
 
+    def random_state(self) -> None:
+        """Torch's own generator is the host's."""
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Nothing of its own."""
+
     def close(self) -> None:
         """End the threads, if there are any."""
         self.copy_in.close()

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.folders import leftovers
 from support.reference_training import Outcome, Recipe, train_plain
 
 if TYPE_CHECKING:
@@ -24,11 +25,11 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def nvme(tmp_path: Path) -> Iterator[Path]:
-    """A user's folder; a run that ended, however it ended, has left nothing in it."""
+    """A user's folder; a run that ended, however it ended, has left nothing in it but what it committed."""
     folder = tmp_path / "nvme"
     folder.mkdir()
     yield folder
-    assert list(folder.iterdir()) == []
+    assert leftovers(folder) == []
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.environments import COMBINATIONS, Homes, cpu_with_simulated_drive, least_memory, simulated
+from support.folders import leftovers
 from support.reference_training import Recipe, flat_layouts, train_offloaded
 from support.simulated_accelerator import SimulatedAccelerator
 from support.small_models import small_llama
@@ -56,6 +57,20 @@ class Formula:
                 total += sum(self.block(tier, numel, num_parts) for numel in self.flats)
         return total
 
+    @property
+    def commits(self) -> bool:
+        """Whether all that is trained lives on files, so that steps are committed."""
+        return self.params == self.optimizer == "nvme"
+
+    def slots(self) -> int:
+        """What the second slots of parameters and optimizer states take."""
+        return self.commits * sum(self.block("nvme", numel, 1) + self.block("nvme", numel, 2) for numel in self.flats)
+
+    def record(self) -> int:
+        """What one record of the journal takes: 72 bytes, 9 for each chunk, and room for 128 KiB of state."""
+        num_chunks = 2 * sum(len(self.chunks(numel)) for numel in self.flats)
+        return self.commits * up(72 + up(num_chunks, 8) + 8 * num_chunks + 131_072, PAGE)
+
     def rings(self) -> int:
         """Four slots for what the update cannot address, two for gradients on their way."""
         full = 4 * max(self.chunks(max(self.flats)))
@@ -94,8 +109,9 @@ def test_leases_are_the_formula(homes: Homes, nvme: Path, small_chunks: int, *, 
     assert report is not None
     formula = Formula(homes, small_chunks, on_device=on_device)
     device = formula.homes("device") + formula.windows()
-    host = formula.homes("host") + formula.rings() + (0 if on_device else device)
-    for tier, expected in zip(report.tiers, (device, host, formula.homes("nvme")), strict=True):
+    host = formula.homes("host") + formula.rings() + formula.record() + (0 if on_device else device)
+    files = formula.homes("nvme") + formula.slots() + 2 * formula.record()
+    for tier, expected in zip(report.tiers, (device, host, files), strict=True):
         assert (tier.name, tier.planned_bytes, tier.leased_bytes) == (tier.name, expected, expected)
     assert report.tiers[0].peak_bytes == device
     assert accelerated <= device
@@ -147,4 +163,4 @@ def test_closing_gives_everything_back(nvme: Path) -> None:
     assert all(budget.leased_bytes for budget in budgets)
     zo.close(model)
     assert not any(budget.leased_bytes for budget in budgets)
-    assert list(nvme.iterdir()) == []
+    assert leftovers(nvme) == []

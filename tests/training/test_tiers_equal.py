@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.environments import COMBINATIONS, TIERS, Homes, least_memory
+from support.folders import leftovers
 from support.reference_training import Outcome, Recipe, differences, offload_prepared, train_offloaded
 from support.small_models import MODELS, batch
 
@@ -97,7 +98,7 @@ def test_two_paths(tmp_path: Path, plain: Callable[[Recipe], Outcome]) -> None:
         path.mkdir()
     outcome = train_offloaded(recipe, params="nvme", optimizer="nvme", gradients="nvme", nvme_paths=paths)
     assert differences(plain(recipe), outcome) == []
-    assert not any(list(path.iterdir()) for path in paths)
+    assert [leftovers(path) for path in paths] == [[], []]
 
 
 @pytest.mark.parametrize("engine", ["threads", "aiofiles"])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.environments import least_memory, simulated
+from support.folders import leftovers
 from support.reference_training import Outcome, Recipe, differences, language_loss, train_offloaded, whole
 from support.small_models import MODELS, batch, branching, small_gpt2
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -137,7 +138,7 @@ def test_torch_kernels(model: str, dtype: str | None, nvme: Path, plain: Callabl
     environment = Environment(accelerator=CpuAccelerator(), open_engine=no_engine, kernels=TorchKernels())
     outcome = train_offloaded(recipe, environment, params="host", optimizer="host", gradients="host")
     assert differences(plain(recipe), outcome) == []
-    assert list(nvme.iterdir()) == []
+    assert leftovers(nvme) == []
 
 
 def no_engine() -> Any:

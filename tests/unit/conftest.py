@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from hypothesis import settings
+from support.folders import leftovers
 from torch import nn
 
 import zerooffload as zo
@@ -57,11 +58,11 @@ def tokens() -> torch.Tensor:
 
 @pytest.fixture
 def nvme(tmp_path: Path) -> Iterator[Path]:
-    """A user's folder; a run that ended has left nothing in it."""
+    """A user's folder; a run that ended has left nothing in it but what it committed."""
     folder = tmp_path / "nvme"
     folder.mkdir()
     yield folder
-    assert list(folder.iterdir()) == []
+    assert leftovers(folder) == []
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def offload(nvme: Path) -> Iterator[Callable[..., Any]]:
 
     def start(model: nn.Module, tier: str = "host", **fields: Any) -> nn.Module:
         homes = {"params": tier, "optimizer": tier, "gradients": tier}
-        bounds = {"host_memory": "64MiB", "nvme_space": "64MiB", "nvme_paths": [nvme], "threads": 1}
+        bounds = {"host_memory": "64MiB", "nvme_space": "64MiB", "nvme_paths": [nvme], "threads": 1, "overwrite": True}
         zo.offload(model, zo.OffloadConfig(**{**homes, **bounds, **fields}))
         models.append(model)
         return model

@@ -5,7 +5,7 @@ Everything above speaks to the `Accelerator` protocol; a simulated one stands in
 
 from zerooffload.accelerator.api import Accelerator, DeviceRange, Event, Stream
 from zerooffload.accelerator.choose import default_accelerator
-from zerooffload.accelerator.pages import PageRange, host_buffer_nbytes
+from zerooffload.accelerator.pages import PageRange, host_buffer_nbytes, populated_pages
 
 __all__ = [
     "Accelerator",
@@ -15,4 +15,5 @@ __all__ = [
     "Stream",
     "default_accelerator",
     "host_buffer_nbytes",
+    "populated_pages",
 ]

@@ -107,3 +107,9 @@ class Accelerator(Protocol):
 
     def available_bytes(self) -> int:
         """Device memory that is free now."""
+
+    def random_state(self) -> torch.Tensor | None:
+        """The state of the device's random numbers, uint8 in host memory; None where it has none of its own."""
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Let random numbers go on from there."""

@@ -61,3 +61,9 @@ class CpuAccelerator:
     def available_bytes(self) -> int:
         """The machine's available memory."""
         return int(psutil.virtual_memory().available)
+
+    def random_state(self) -> None:
+        """Torch's own generator is the host's."""
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """Nothing of its own."""

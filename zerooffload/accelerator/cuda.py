@@ -125,6 +125,14 @@ class CudaAccelerator:
         held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + held
 
+    def random_state(self) -> torch.Tensor:
+        """The device's default generator."""
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        """The device's default generator."""
+        torch.cuda.set_rng_state(state, self.device)
+
 
 def _rounded(nbytes: int) -> int:
     rounding = _LARGE_ROUNDING_BYTES if nbytes >= _LARGE_REQUEST_BYTES else _SMALL_ROUNDING_BYTES

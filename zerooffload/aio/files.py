@@ -24,12 +24,18 @@ def create_file(path: Path) -> OpenFile:
     TierIOError
         If the file cannot be created.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        fd, direct = _open_direct(path, flags)
-    except OSError as error:
-        raise TierIOError("open", path, error.errno or errno.EIO) from error
-    return OpenFile(path, fd, direct=direct)
+    return _open(path, os.O_CREAT | os.O_TRUNC)
+
+
+def open_file(path: Path) -> OpenFile:
+    """Open a file of ours as it is, like `create_file`.
+
+    Raises
+    ------
+    TierIOError
+        If it is not there, or cannot be opened.
+    """
+    return _open(path, 0)
 
 
 def reserve_space(file: OpenFile, nbytes: int) -> None:
@@ -52,6 +58,14 @@ def reserve_space(file: OpenFile, nbytes: int) -> None:
             length_bytes=nbytes,
             advice=f"The run needs {format_bytes(nbytes)} there: free space, or name another path.",
         ) from error
+
+
+def _open(path: Path, how: int) -> OpenFile:
+    try:
+        fd, direct = _open_direct(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | how)
+    except OSError as error:
+        raise TierIOError("open", path, error.errno or errno.EIO) from error
+    return OpenFile(path, fd, direct=direct)
 
 
 def _open_direct(path: Path, flags: int) -> tuple[int, bool]:

@@ -20,8 +20,8 @@ ScalarsOf: TypeAlias = Callable[[nn.Parameter, int, float], StepScalars | None]
 class OptimizerRun(Protocol):
     """What an optimizer asks of the run that owns its parameters."""
 
-    def check_algorithm(self, rule: Rule) -> None:
-        """Raise `ConfigError` if the states were not laid out for that rule."""
+    def adopt(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
+        """Serve one more optimizer; raise `ConfigError` if the states were not laid out for its rule."""
 
     def update(self, scalars_of: ScalarsOf) -> None:
         """Update every parameter that has a gradient and whose `scalars_of(param, step, grad_factor)` is not None."""
@@ -92,7 +92,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             name = residence.part.flat.layout.slots[residence.slot_index].param.name
             raise ConfigError(f"{name} was frozen when zo.offload was called: set requires_grad before offloading")
         if self._run is None:
-            residence.run.check_algorithm(self.RULE)
+            residence.run.adopt(self, self.RULE)
             self._run = residence.run
         elif self._run is not residence.run:
             raise ConfigError("one optimizer got parameters of two offloaded models: make one optimizer for each")

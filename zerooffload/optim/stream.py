@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
+from zerooffload.errors import TierIOError
 from zerooffload.optim.kernels import Kernels
 from zerooffload.optim.rules import StepScalars
 from zerooffload.optim.spans import Span
@@ -94,6 +96,13 @@ class StreamedUpdate:
             raise
         self._ring.drain(self._waits)
 
+    def settle(self) -> None:
+        """After a failure: return when nothing that was begun is under way any more."""
+        for _ in range(self._ring.num_slots):
+            with suppress(TierIOError):
+                self._ring.drain(self._waits)
+                return
+
     def _stage(self, update: ChunkUpdate) -> _Staged:
         staged = _Staged(update, update.space)
         for block, is_updated in ((update.param, True), (update.optimizer, True), (update.gradient, False)):
@@ -115,6 +124,7 @@ class StreamedUpdate:
             with self._recorder.working(Work.UPDATE_KERNEL):
                 self._step(staged)
             writes = [block.write(staged.update.chunk, record) for block, record in staged.writes_back]
+            writes += self._copy(staged)
         except BaseException:
             self._abandon(staged)
             raise
@@ -132,6 +142,24 @@ class StreamedUpdate:
             part = slice(span.start, span.stop)
             own = update.optimizer.layout.cut(record, span.start, span.stop)
             kernels.step(span.settings, param[part], own, grad[part], update.first_index + span.start)
+
+    def _copy(self, staged: _Staged) -> list[Waitable]:
+        """Let copies on files follow what was updated."""
+        update, writes = staged.update, []
+        for block, record in zip((update.param, update.optimizer), staged.records, strict=False):
+            if block.mirror is None:
+                continue
+            copy = record
+            if all(record is not staged_record for _, staged_record in staged.writes_back):
+                if staged.slot is None:
+                    staged.slot = self._ring.acquire(self._waits)
+                copy = staged.slot.take(block.layout.file_nbytes(update.chunk))
+                if staged.space is Space.HOST:
+                    copy[: record.numel()].copy_(record)
+                else:
+                    self._waits.until(Wait.STATE_COPY, block.read(update.chunk, copy))
+            writes.append(block.mirror.write(update.chunk, copy))
+        return writes
 
     def _abandon(self, staged: _Staged) -> None:
         if staged.slot is not None:

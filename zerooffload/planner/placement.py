@@ -7,6 +7,7 @@ parameters in use  a window of device memory, shared by the units whose homes th
 gradient collection   device memory where a unit's gradients gather before they leave for a home elsewhere
 staging ring     host buffers through which the update streams what the kernel cannot address at home
 gradient staging host buffers for gradients on their way
+journal          where steps are committed: a buffer for a record, and its two files
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from zerooffload.accelerator import host_buffer_nbytes
 from zerooffload.config import HomeTier, TierChoice, TierName
 from zerooffload.errors import ConfigError
 from zerooffload.formats import round_up
+from zerooffload.journal import record_capacity
+from zerooffload.journal.history import NUM_RECORDS
 from zerooffload.optim.record import OptimizerStates
 from zerooffload.sharding.layout import FlatLayout
-from zerooffload.tiers import FILE_ALIGNMENT_BYTES, Part, RecordLayout
+from zerooffload.tiers import FILE_ALIGNMENT_BYTES, Kept, Part, RecordLayout
 from zerooffload.tiers.records import CHUNK_ALIGNMENT_NUMEL
 from zerooffload.tiers.staging import ring_nbytes
 
@@ -30,6 +33,7 @@ CHUNK_NUMEL = 2 << 20
 NUM_STAGING_SLOTS = 4
 """Two chunks being read and stepped, two being written."""
 NUM_GRADIENT_SLOTS = 2
+JOURNAL_HOLDER = "journal"
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,10 @@ class Reach:
         """Whether the host computes on bytes of that tier in place."""
         return tier is TierName.HOST or (tier is TierName.DEVICE and self.device_shares_host)
 
-    def block_nbytes(self, tier: TierName, layout: RecordLayout) -> int:
+    def block_nbytes(self, tier: TierName, layout: RecordLayout, num_slots: int = 1) -> int:
         """What a block takes from the tier's budget; the tiers themselves say the same."""
         if tier is TierName.NVME:
-            return layout.total_file_nbytes
+            return layout.total_file_nbytes * num_slots
         if not layout.memory_nbytes:
             return 0
         return (
@@ -61,16 +65,34 @@ class Reach:
 
 
 @dataclass(frozen=True)
+class StatePlacement:
+    """One state of a flat buffer: its home, its records, and what outlives the run.
+
+    Attributes
+    ----------
+    kept : Kept or None
+        Under which name and in how many slots its records outlive the run; None if they do not.
+    """
+
+    holder: str
+    tier: TierName
+    layout: RecordLayout
+    kept: Kept | None = None
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether what outlives the run is a copy, because the home is memory."""
+        return self.kept is not None and self.tier is not TierName.NVME
+
+
+@dataclass(frozen=True)
 class FlatPlacement:
-    """Home tiers and record layouts of one flat buffer; the optimizer's and the gradient's only if it is trainable."""
+    """The states of one flat buffer; the optimizer's and the gradient only if it is trainable."""
 
     layout: FlatLayout
-    param_tier: TierName
-    optimizer_tier: TierName
-    gradient_tier: TierName
-    param: RecordLayout
-    optimizer: RecordLayout | None
-    gradient: RecordLayout | None
+    param: StatePlacement
+    optimizer: StatePlacement | None
+    gradient: StatePlacement | None
     moves: bool
     collects: bool
 
@@ -79,13 +101,9 @@ class FlatPlacement:
         """Bytes of the range or collection buffer: whole file blocks, so that reads may go straight into it."""
         return round_up(self.layout.nbytes, FILE_ALIGNMENT_BYTES)
 
-    def states(self) -> list[tuple[str, TierName, RecordLayout]]:
+    def states(self) -> list[StatePlacement]:
         """Each state with its home."""
-        states = [("parameters", self.param_tier, self.param)]
-        if self.optimizer is not None and self.gradient is not None:
-            states.append(("optimizer state", self.optimizer_tier, self.optimizer))
-            states.append(("gradients", self.gradient_tier, self.gradient))
-        return states
+        return [state for state in (self.param, self.optimizer, self.gradient) if state is not None]
 
 
 @dataclass(frozen=True)
@@ -124,6 +142,8 @@ class Placement:
         Length of a staging slot of the update, and of the gradients; 0 where nothing is staged.
     window, collection : WindowNeed
         Of parameters in use, and of gradients being collected.
+    commits_steps : bool
+        Whether all that is trained outlives the run, so that its steps can be committed and resumed.
     """
 
     units: tuple[UnitPlacement, ...]
@@ -132,18 +152,41 @@ class Placement:
     gradient_slot_nbytes: int
     window: WindowNeed
     collection: WindowNeed
+    commits_steps: bool = False
+
+    @property
+    def num_kept_chunks(self) -> int:
+        """Chunks of this rank that a committed step names."""
+        states = (state for unit in self.units for flat in unit.flats for state in flat.states())
+        return sum(state.layout.num_chunks for state in states if state.kept is not None)
 
     def fixed_claims(self) -> list[Claim]:
         """Homes and staging rings: what does not depend on the budgets."""
         totals: dict[tuple[TierName, str], int] = {}
         for unit in self.units:
             for flat in unit.flats:
-                for state, tier, layout in flat.states():
-                    key = (tier, state)
-                    totals[key] = totals.get(key, 0) + self.reach.block_nbytes(tier, layout)
+                for state in flat.states():
+                    for tier, holder, nbytes in self._blocks(state):
+                        totals[tier, holder] = totals.get((tier, holder), 0) + nbytes
         totals[TierName.HOST, "staging ring"] = ring_nbytes(NUM_STAGING_SLOTS, self.slot_nbytes)
         totals[TierName.HOST, "gradient staging"] = ring_nbytes(NUM_GRADIENT_SLOTS, self.gradient_slot_nbytes)
+        if self.commits_steps:
+            totals[TierName.HOST, JOURNAL_HOLDER] = record_capacity(self.num_kept_chunks)
+            totals[TierName.NVME, JOURNAL_HOLDER] = NUM_RECORDS * record_capacity(self.num_kept_chunks)
         return [Claim(tier, holder, nbytes) for (tier, holder), nbytes in totals.items() if nbytes]
+
+    def _blocks(self, state: StatePlacement) -> list[tuple[TierName, str, int]]:
+        num_slots = state.kept.num_slots if state.kept is not None else 1
+        blocks = [(state.tier, state.holder, self.reach.block_nbytes(state.tier, state.layout, num_slots))]
+        if state.is_mirrored:
+            nbytes = self.reach.block_nbytes(TierName.NVME, state.layout, num_slots)
+            blocks.append((TierName.NVME, mirror_holder(state.holder), nbytes))
+        return blocks
+
+
+def mirror_holder(holder: str) -> str:
+    """Who leases the copies on the nvme tier of a state that lives in memory."""
+    return f"copies of {holder}"
 
 
 @dataclass(frozen=True)
@@ -156,6 +199,22 @@ class TierChoices:
 
 
 @dataclass(frozen=True)
+class Durability:
+    """What the user wants to outlive the run.
+
+    Attributes
+    ----------
+    atomic_steps : bool
+        Commit whole steps, if all that is trained lives on nvme; takes two slots a chunk.
+    durable : bool
+        Also if it does not: keep copies there.
+    """
+
+    atomic_steps: bool = True
+    durable: bool = False
+
+
+@dataclass(frozen=True)
 class UnitLayout:
     """A unit before its states have homes."""
 
@@ -164,7 +223,13 @@ class UnitLayout:
     needs: tuple[str, ...]
 
 
-def place(units: Sequence[UnitLayout], choices: TierChoices, reach: Reach, states: OptimizerStates) -> Placement:
+def place(
+    units: Sequence[UnitLayout],
+    choices: TierChoices,
+    reach: Reach,
+    states: OptimizerStates,
+    durability: Durability = Durability(),
+) -> Placement:
     """Give every state of every unit its home.
 
     Raises
@@ -173,13 +238,22 @@ def place(units: Sequence[UnitLayout], choices: TierChoices, reach: Reach, state
         If trainable parameters have a dtype that cannot be trained, or a pattern of unit names matches none.
     """
     _check_patterns(choices, [unit.name for unit in units])
+    commits = durability.atomic_steps and (durability.durable or _is_all_on_nvme(units, choices))
     longest = max((flat.shard_numel for unit in units for flat in unit.flats), default=0)
     chunk_numel = min(CHUNK_NUMEL, round_up(max(longest, 1), CHUNK_ALIGNMENT_NUMEL))
     placed = tuple(
         UnitPlacement(
             unit.name,
             tuple(
-                _place_flat(flat, unit.name, choices=choices, reach=reach, states=states, chunk_numel=chunk_numel)
+                _place_flat(
+                    flat,
+                    unit.name,
+                    choices=choices,
+                    reach=reach,
+                    states=states,
+                    chunk_numel=chunk_numel,
+                    commits=commits,
+                )
                 for flat in unit.flats
             ),
             unit.needs,
@@ -196,7 +270,15 @@ def place(units: Sequence[UnitLayout], choices: TierChoices, reach: Reach, state
         gradient_slot_nbytes=max((_gradient_slot_nbytes(flat, reach) for flat in flats), default=0),
         window=_window_need(placed, range_bytes),
         collection=_window_need(placed, collect_bytes),
+        commits_steps=commits,
     )
+
+
+def _is_all_on_nvme(units: Sequence[UnitLayout], choices: TierChoices) -> bool:
+    """Whether every trained state, but for gradients, has its home there."""
+    trained = [unit.name for unit in units for flat in unit.flats if flat.trainable]
+    homes = {home_tier(choice, name) for name in trained for choice in (choices.params, choices.optimizer)}
+    return homes == {TierName.NVME}
 
 
 def home_tier(choice: TierChoice, unit_name: str) -> TierName:
@@ -224,23 +306,29 @@ def _place_flat(
     reach: Reach,
     states: OptimizerStates,
     chunk_numel: int,
+    commits: bool,
 ) -> FlatPlacement:
-    param_tier = home_tier(choices.params, unit_name)
-    gradient_tier = home_tier(choices.gradients, unit_name)
+    def state(holder: str, choice: TierChoice, parts: tuple[Part, ...], num_slots: int) -> StatePlacement:
+        records = RecordLayout(parts, layout.shard_numel, chunk_numel)
+        kept = Kept(f"{layout.name} {holder}", num_slots) if num_slots else None
+        return StatePlacement(holder, home_tier(choice, unit_name), records, kept)
 
-    def records(parts: tuple[Part, ...]) -> RecordLayout:
-        return RecordLayout(parts, layout.shard_numel, chunk_numel)
-
+    # What is frozen is never written again: one slot. In memory it need not be kept: the user's model has it.
+    is_kept = commits and (layout.trainable or home_tier(choices.params, unit_name) is TierName.NVME)
+    param_slots = (2 if layout.trainable else 1) if is_kept else 0
+    param = state("parameters", choices.params, (Part("param", layout.dtype),), param_slots)
+    optimizer = gradient = None
+    if layout.trainable:
+        optimizer = state("optimizer state", choices.optimizer, states.parts(layout.dtype), 2 if commits else 0)
+        gradient = state("gradients", choices.gradients, (Part("grad", layout.dtype),), 0)
+    several = layout.world_size > 1
     return FlatPlacement(
         layout=layout,
-        param_tier=param_tier,
-        optimizer_tier=home_tier(choices.optimizer, unit_name),
-        gradient_tier=gradient_tier,
-        param=records((Part("param", layout.dtype),)),
-        optimizer=records(states.parts(layout.dtype)) if layout.trainable else None,
-        gradient=records((Part("grad", layout.dtype),)) if layout.trainable else None,
-        moves=layout.world_size > 1 or not reach.by_device(param_tier),
-        collects=layout.trainable and (layout.world_size > 1 or not reach.by_device(gradient_tier)),
+        param=param,
+        optimizer=optimizer,
+        gradient=gradient,
+        moves=several or not reach.by_device(param.tier),
+        collects=gradient is not None and (several or not reach.by_device(gradient.tier)),
     )
 
 
@@ -259,19 +347,17 @@ def _window_need(units: Sequence[UnitPlacement], nbytes_of: dict[str, int]) -> W
 
 
 def _slot_nbytes(flat: FlatPlacement, reach: Reach) -> int:
-    """Room for the parts of a chunk's states that the host cannot address."""
-    if flat.optimizer is None:
-        needs = [] if reach.by_host(flat.param_tier) else [flat.param]
-    elif all(tier is TierName.DEVICE for _, tier, _ in flat.states()):
-        needs = []
-    else:
-        needs = [layout for _, tier, layout in flat.states() if not reach.by_host(tier)]
+    """Room for the parts of a chunk's states that the host cannot address, or that go to files as copies."""
+    states = flat.states()
+    if flat.optimizer is not None and all(state.tier is TierName.DEVICE for state in states):
+        states = [state for state in states if state.is_mirrored]
+    needs = [state.layout for state in states if state.is_mirrored or not reach.by_host(state.tier)]
     return sum(layout.file_nbytes(0) for layout in needs if layout.num_chunks)
 
 
 def _gradient_slot_nbytes(flat: FlatPlacement, reach: Reach) -> int:
     """Room for what comes from the device, and for what the home already holds, where the host cannot address them."""
-    if not flat.collects or flat.gradient is None or not flat.gradient.num_chunks:
+    if not flat.collects or flat.gradient is None or not flat.gradient.layout.num_chunks:
         return 0
-    num_buffers = (not reach.device_shares_host) + (not reach.by_host(flat.gradient_tier))
-    return num_buffers * flat.gradient.file_nbytes(0)
+    num_buffers = (not reach.device_shares_host) + (not reach.by_host(flat.gradient.tier))
+    return num_buffers * flat.gradient.layout.file_nbytes(0)

@@ -12,17 +12,28 @@ from torch import nn
 from zerooffload import native
 from zerooffload.accelerator import Accelerator
 from zerooffload.aio import Engine, choose_engine
-from zerooffload.config import OffloadConfig
+from zerooffload.config import OffloadConfig, TierName
 from zerooffload.errors import ConfigError
 from zerooffload.optim.kernels import Kernels, TorchKernels, host_kernels
 from zerooffload.optim.record import OptimizerStates
 from zerooffload.planner.admission import AnnouncedPlan, announce
-from zerooffload.planner.placement import FlatPlacement, Reach, TierChoices, UnitLayout, UnitPlacement, place
+from zerooffload.planner.placement import (
+    Durability,
+    FlatPlacement,
+    Reach,
+    StatePlacement,
+    TierChoices,
+    UnitLayout,
+    UnitPlacement,
+    mirror_holder,
+    place,
+)
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.initial_states import InitialStates
 from zerooffload.runtime.initialization import is_on_meta, materialize
 from zerooffload.runtime.resources import Parts, Resources, limits_of, warn_if_memory_is_short
 from zerooffload.runtime.run import Run
+from zerooffload.runtime.storage import open_storage
 from zerooffload.sharding.collectives import Collectives, SingleRank, agree
 from zerooffload.sharding.flat import Flat
 from zerooffload.sharding.grouping import UnitModules, find_units
@@ -31,7 +42,7 @@ from zerooffload.sharding.registry import register, residence_of
 from zerooffload.sharding.unit import Unit, UnitFlat, new_training_states
 from zerooffload.telemetry import Waits, process_resident_bytes
 from zerooffload.telemetry.recorder import CountingRecorder
-from zerooffload.tiers import Transfers
+from zerooffload.tiers import Block, MirroredBlock, Transfers
 
 _log = logging.getLogger("zerooffload")
 
@@ -51,11 +62,14 @@ class Environment:
         For host memory.
     collectives : Collectives
         Of the ranks that share the model.
+    commit_in_background : bool
+        Whether finished steps are committed by a thread of their own.
     """
 
     accelerator: Accelerator
     open_engine: Callable[[], Engine]
     kernels: Kernels
+    commit_in_background: bool = True
     make_waits: Callable[[CountingRecorder], Waits] = Waits
     collectives: Collectives = field(default_factory=SingleRank)
 
@@ -100,7 +114,12 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
     env.collectives.report_to(recorder)
     waits = env.make_waits(recorder)
     parts = Parts(env.accelerator, Transfers(env.accelerator, waits, recorder), waits, recorder)
-    resources, units = _take_resources_together(plan, config, parts, env, params_of)
+    storage = open_storage(plan, config, env.collectives)
+    _tell_durability(plan, config)
+    resources, units = _take_resources_together(
+        env.collectives,
+        lambda: _with_units(Resources(plan, config, parts, env.open_engine, storage), plan, params_of, env),
+    )
     run = Run(
         units=units,
         points=_hook_points(found, units),
@@ -113,7 +132,14 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
         baseline_bytes=baseline_bytes,
     )
     try:
-        _hand_over(model, units, resources, parts)
+        _hand_over(model, units, resources, parts, continues=storage is not None and storage.record is not None)
+        if storage is not None and plan.placement.commits_steps:
+            agreement, in_background = env.collectives.agreement(), env.commit_in_background
+            agree(
+                env.collectives,
+                lambda: run.keep_steps(storage, agreement, in_background=in_background),
+                "beginning the journal",
+            )
     except BaseException:
         run.close()
         raise
@@ -130,16 +156,12 @@ def _same_windows(plan: AnnouncedPlan, collectives: Collectives) -> AnnouncedPla
 
 
 def _take_resources_together(
-    plan: AnnouncedPlan, config: OffloadConfig, parts: Parts, env: Environment, params_of: dict[str, nn.Parameter]
+    collectives: Collectives, take: Callable[[], tuple[Resources, list[Unit]]]
 ) -> tuple[Resources, list[Unit]]:
     """On every rank or on none: one that has taken its own gives it back if another could not."""
     taken: list[tuple[Resources, list[Unit]]] = []
     try:
-        agree(
-            env.collectives,
-            lambda: taken.append(_take_resources(plan, config, parts, env, params_of)),
-            "start-up",
-        )
+        agree(collectives, lambda: taken.append(take()), "start-up")
     except BaseException:
         for resources, _ in taken:
             resources.close()
@@ -147,10 +169,10 @@ def _take_resources_together(
     return taken[0]
 
 
-def _take_resources(
-    plan: AnnouncedPlan, config: OffloadConfig, parts: Parts, env: Environment, params_of: dict[str, nn.Parameter]
+def _with_units(
+    resources: Resources, plan: AnnouncedPlan, params_of: dict[str, nn.Parameter], env: Environment
 ) -> tuple[Resources, list[Unit]]:
-    resources = Resources(plan, config, parts, env.open_engine, env.collectives.global_rank)
+    """The resources, and the units that lie in them."""
     try:
         units = [_make_unit(unit, params_of, resources, env) for unit in plan.placement.units]
         resources.reserve()
@@ -198,9 +220,10 @@ def _announce(layouts: list[UnitLayout], config: OffloadConfig, accelerator: Acc
     reach = Reach(accelerator.shares_host_memory, accelerator.range_nbytes)
     choices = TierChoices(config.params, config.optimizer, config.gradients)
     states = _optimizer_states(config)
-    placement = place(layouts, choices, reach, states)
+    durability = Durability(config.atomic_steps, config.durable)
+    placement = place(layouts, choices, reach, states, durability)
     limits = limits_of(config, accelerator)
-    return announce(placement, limits, choices, lambda others: place(layouts, others, reach, states))
+    return announce(placement, limits, choices, lambda others: place(layouts, others, reach, states, durability))
 
 
 def _optimizer_states(config: OffloadConfig) -> OptimizerStates:
@@ -216,17 +239,15 @@ def _make_flat(
 ) -> UnitFlat:
     accelerator = env.accelerator
     params = [params_of[slot.param.name] for slot in placed.layout.slots]
-    tiers = resources.tiers
-    training = None
+    # In the order of `FlatPlacement.states`, which is that of a journal's chunks.
+    home, training = _allocate(placed.param, resources), None
     if placed.optimizer is not None and placed.gradient is not None:
         training = new_training_states(
-            tiers[placed.optimizer_tier].allocate(placed.optimizer, "optimizer state"),
-            tiers[placed.gradient_tier].allocate(placed.gradient, "gradients"),
-            len(params),
+            _allocate(placed.optimizer, resources), _allocate(placed.gradient, resources), len(params)
         )
     return UnitFlat(
         flat=Flat(placed.layout, params, accelerator.device),
-        home=tiers[placed.param_tier].allocate(placed.param, "parameters"),
+        home=home,
         training=training,
         range=accelerator.reserve(placed.range_length) if placed.moves else None,
         collection=accelerator.reserve(placed.range_length) if placed.collects else None,
@@ -234,14 +255,30 @@ def _make_flat(
     )
 
 
+def _allocate(state: StatePlacement, resources: Resources) -> Block:
+    home = resources.tiers[state.tier].allocate(state.layout, state.holder, state.kept)
+    if not state.is_mirrored:
+        return home
+    copies = resources.tiers[TierName.NVME].allocate(state.layout, mirror_holder(state.holder), state.kept)
+    return MirroredBlock(home, copies)
+
+
+def _tell_durability(plan: AnnouncedPlan, config: OffloadConfig) -> None:
+    if plan.placement.commits_steps:
+        _log.info("every step is committed on the nvme tier: zo.resume continues after a crash")
+    elif config.nvme_paths:
+        why = "atomic_steps is off" if not config.atomic_steps else "some trained states live elsewhere: see durable"
+        _log.info("this placement resumes from checkpoints only (%s)", why)
+
+
 def _hook_points(found: Iterable[UnitModules], units: Iterable[Unit]) -> list[HookPoint]:
     by_name = {unit.name: unit for unit in units}
     return [HookPoint(item.name, item.module, (by_name[name] for name in item.needs)) for item in found]
 
 
-def _hand_over(model: nn.Module, units: Sequence[Unit], resources: Resources, parts: Parts) -> None:
+def _hand_over(model: nn.Module, units: Sequence[Unit], resources: Resources, parts: Parts, *, continues: bool) -> None:
     """Unit by unit: write the values home, then let the parameters show what they are from now on."""
-    states = InitialStates(resources.ring, parts.waits)
+    states = InitialStates(resources.ring, parts.waits, continues=continues)
     for unit in _with_values(model, units):
         for part in unit.parts:
             states.write(part)

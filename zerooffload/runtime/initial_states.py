@@ -11,7 +11,7 @@ from zerooffload.optim.reference import split_master
 from zerooffload.sharding.layout import FlatLayout
 from zerooffload.sharding.unit import UnitFlat
 from zerooffload.telemetry import Waits
-from zerooffload.tiers import Block, Space, StagingRing
+from zerooffload.tiers import Block, NvmeBlock, Space, StagingRing
 
 Views = Mapping[str, torch.Tensor]
 Span = tuple[int, int]
@@ -21,11 +21,18 @@ _PIECE_NUMEL = 1 << 14
 
 
 class InitialStates:
-    """Writes states that were never trained to their homes."""
+    """Writes states that were never trained to their homes.
 
-    def __init__(self, ring: StagingRing, waits: Waits) -> None:
+    Parameters
+    ----------
+    continues : bool
+        Leave alone what is kept on files: it is an earlier run's, to be continued.
+    """
+
+    def __init__(self, ring: StagingRing, waits: Waits, *, continues: bool = False) -> None:
         self._ring = ring
         self._waits = waits
+        self._continues = continues
 
     def write(self, part: UnitFlat) -> None:
         """Write a flat's parameters, as its module holds them now, and the state of an optimizer that never stepped."""
@@ -35,6 +42,9 @@ class InitialStates:
         if part.training is not None:
             record = part.training.optimizer
             self._write_chunks(part, record, lambda views, span: _write_record(views, values, layout, span))
+            gradient = part.training.gradient
+            if isinstance(gradient, NvmeBlock):
+                self._write_chunks(part, gradient, lambda views, _: _zero(views))
 
     def finish(self) -> None:
         """Wait until everything is home."""
@@ -42,16 +52,25 @@ class InitialStates:
 
     def _write_chunks(self, part: UnitFlat, block: Block, write: Callable[[Views, Span], None]) -> None:
         """Let `write` set every chunk of this rank's shard, given its views and its elements of the flat buffer."""
+        if self._continues and isinstance(block, NvmeBlock) and block.first_index is not None:
+            return
         for chunk in range(block.layout.num_chunks):
-            record, slot = block.view(Space.HOST, chunk), None
+            span = part.chunk_span(chunk)
+            record = block.view(Space.HOST, chunk)
             if record is None:
                 record = block.view(Space.DEVICE, chunk)
             if record is None:
-                slot = self._ring.acquire(self._waits)
-                record = slot.take(block.layout.file_nbytes(chunk))
-            write(block.layout.split(chunk, record), part.chunk_span(chunk))
-            if slot is not None:
-                self._ring.release(slot, [block.write(chunk, record)])
+                self._write_staged(block, chunk, span, write)
+            else:
+                write(block.layout.split(chunk, record), span)
+            if block.mirror is not None and not self._continues:
+                self._write_staged(block.mirror, chunk, span, write)
+
+    def _write_staged(self, block: Block, chunk: int, span: Span, write: Callable[[Views, Span], None]) -> None:
+        slot = self._ring.acquire(self._waits)
+        record = slot.take(block.layout.file_nbytes(chunk))
+        write(block.layout.split(chunk, record), span)
+        self._ring.release(slot, [block.initialize(chunk, record)])
 
 
 def _write_params(views: Views, values: list[torch.Tensor], layout: FlatLayout, span: Span) -> None:
@@ -64,9 +83,13 @@ def _write_params(views: Views, values: list[torch.Tensor], layout: FlatLayout, 
             target[place].copy_(source)
 
 
-def _write_record(views: Views, values: list[torch.Tensor], layout: FlatLayout, span: Span) -> None:
+def _zero(views: Views) -> None:
     for view in views.values():
         view.zero_()
+
+
+def _write_record(views: Views, values: list[torch.Tensor], layout: FlatLayout, span: Span) -> None:
+    _zero(views)
     for source, place in _overlaps(layout, values, span):
         if REMAINDER.name in views and source.dtype is torch.float32:
             _split(source, remainder=views[REMAINDER.name][place])

@@ -161,6 +161,8 @@ class ParamAccess:
                 continue
             if part.range is not None:
                 self._slots.write(part, part.home, index, {"param": own_piece(part, index, param.detach())})
+            else:
+                self._slots.copy_again(part.home)
             if part.training is not None:
                 self._write_back_master(part, part.training.optimizer, index, param.detach(), changed)
 

@@ -12,10 +12,14 @@ from zerooffload.aio import Engine
 from zerooffload.config import OffloadConfig, TierName
 from zerooffload.errors import ConfigError, InternalError
 from zerooffload.formats import format_bytes
+from zerooffload.journal import forget_run, record_capacity
+from zerooffload.journal.history import NUM_RECORDS
 from zerooffload.machine import available_host_bytes, host_memory_bytes, ranks_of_this_machine
 from zerooffload.memory import Budget, Lease
 from zerooffload.planner.admission import AnnouncedPlan, Limits
-from zerooffload.planner.placement import NUM_GRADIENT_SLOTS, NUM_STAGING_SLOTS
+from zerooffload.planner.placement import JOURNAL_HOLDER, NUM_GRADIENT_SLOTS, NUM_STAGING_SLOTS
+from zerooffload.runtime.commits import Commits
+from zerooffload.runtime.storage import Storage
 from zerooffload.telemetry import Recorder, TierUsage, Waits, process_resident_bytes
 from zerooffload.tiers import NvmeTier, StagingRing, Tier, Transfers, device_tier, host_tier
 
@@ -100,12 +104,23 @@ class Resources:
     tiers : dict[TierName, Tier]
         device, host, and nvme where something lives there.
     ring, gradient_ring : StagingRing
+    nvme : NvmeTier or None
+        The tier of that name.
+    commits : Commits or None
+        Where steps are committed: set once the run has begun. Finished before anything is given back.
     """
 
     def __init__(
-        self, plan: AnnouncedPlan, config: OffloadConfig, parts: Parts, open_engine: Callable[[], Engine], rank: int
+        self,
+        plan: AnnouncedPlan,
+        config: OffloadConfig,
+        parts: Parts,
+        open_engine: Callable[[], Engine],
+        storage: Storage | None,
     ) -> None:
         self._plan = plan
+        self.nvme: NvmeTier | None = None
+        self.commits: Commits | None = None
         limits = plan.limits
         host = Budget(TierName.HOST.value, limits.host_bytes)
         device = Budget(TierName.DEVICE.value, limits.device_bytes, host if limits.device_shares_host else None)
@@ -117,9 +132,21 @@ class Resources:
         try:
             self.tiers[TierName.DEVICE] = device_tier(device, parts.accelerator, parts.transfers)
             self.tiers[TierName.HOST] = host_tier(host, parts.accelerator, parts.transfers)
-            if plan.planned_bytes(TierName.NVME):
-                self.tiers[TierName.NVME] = NvmeTier(config.nvme_paths, nvme, open_engine(), parts.recorder, rank)
+            if storage is not None:
+                self.nvme = NvmeTier(
+                    storage.directories,
+                    nvme,
+                    open_engine(),
+                    parts.recorder,
+                    kept=storage.places,
+                    checks_reads=config.verify_reads,
+                )
+                self.tiers[TierName.NVME] = self.nvme
             placement = plan.placement
+            if placement.commits_steps:
+                nbytes = record_capacity(placement.num_kept_chunks)
+                self._windows.append(host.lease(nbytes, JOURNAL_HOLDER))
+                self._windows.append(nvme.lease(NUM_RECORDS * nbytes, JOURNAL_HOLDER))
             self.ring = self._make_ring("staging ring", NUM_STAGING_SLOTS, placement.slot_nbytes, parts)
             self.gradient_ring = self._make_ring(
                 "gradient staging", NUM_GRADIENT_SLOTS, placement.gradient_slot_nbytes, parts
@@ -167,7 +194,26 @@ class Resources:
         )
 
     def close(self) -> None:
-        """Give everything back; again is harmless."""
+        """Give everything back; again is harmless.
+
+        Raises
+        ------
+        ZeroOffloadError
+            If the last step could not be committed; everything is given back all the same.
+        """
+        commits, self.commits = self.commits, None
+        try:
+            if commits is not None:
+                commits.close()
+        finally:
+            if commits is not None and self.nvme is not None:
+                if commits.step:
+                    self.nvme.keeps_files = True
+                elif not self.nvme.keeps_files:
+                    forget_run([directory.path for directory in self.nvme.directories])
+            self._give_back()
+
+    def _give_back(self) -> None:
         # Tiers first: closing an engine finishes what is in flight to the rings' memory.
         for tier in reversed(self.tiers.values()):
             tier.close()

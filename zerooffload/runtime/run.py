@@ -6,13 +6,15 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zerooffload.errors import ConfigError, InternalError
+from zerooffload.journal import Journal, StepRecord
 from zerooffload.optim.kernels import Kernels
 from zerooffload.optim.optimizer import ScalarsOf
 from zerooffload.optim.record import OptimizerStates
@@ -20,21 +22,25 @@ from zerooffload.optim.rules import RULES, Rule
 from zerooffload.optim.stream import StreamedUpdate
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.runtime.clipping import Chosen, clip_factor, norm_sum, scale, total_norm
+from zerooffload.runtime.commits import Commits
 from zerooffload.runtime.fetch import Fetcher
 from zerooffload.runtime.gradients import GradientPath
 from zerooffload.runtime.hook_points import HookPoint
+from zerooffload.runtime.kept_chunks import KeptChunks
 from zerooffload.runtime.landing import Landing
 from zerooffload.runtime.param_access import ParamAccess
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
 from zerooffload.runtime.schedule import Schedule
+from zerooffload.runtime.storage import Storage, with_places
+from zerooffload.runtime.tracking import Tracking
 from zerooffload.runtime.update import PlannedUpdate
-from zerooffload.sharding.collectives import Collectives
+from zerooffload.sharding.collectives import Collectives, StepAgreement, agree
 from zerooffload.sharding.registry import forget, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 from zerooffload.telemetry import StepReport, Wait, Work, process_peak_bytes
 from zerooffload.telemetry.recorder import CountingRecorder
-from zerooffload.tiers import Space
+from zerooffload.tiers import Block, NvmeBlock, SlotState, Space
 
 
 class Run:
@@ -81,7 +87,12 @@ class Run:
             recorder=parts.recorder,
         )
         self._gradients = GradientPath(plan.collection_nbytes, self._landing, collectives, self.units, parts)
-        self._schedule = Schedule(self._points, self._residency, self._gradients, self._check_usable)
+        self._schedule = Schedule(
+            self._points, self._residency, self._gradients, self._check_usable, self._training_begins
+        )
+        self._tracking = Tracking(parts.accelerator)
+        self._unresumed: StepRecord | None = None
+        self._random_at_forward: dict[str, Any] | None = None
         by_space = {Space.HOST: kernels[0], Space.DEVICE: kernels[1]}
         self._stream = StreamedUpdate(by_space, resources.ring, parts.waits, parts.recorder)
         self.access = ParamAccess(
@@ -128,13 +139,113 @@ class Run:
         handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrived)
         return handle
 
-    def check_algorithm(self, rule: Rule) -> None:
+    def keep_steps(self, storage: Storage, agreement: StepAgreement, *, in_background: bool) -> None:
+        """Begin the journal of a run that begins, or take up that of one that is continued."""
+        nvme, record = self._resources.nvme, storage.record
+        if nvme is None:
+            raise InternalError("steps are kept without an nvme tier")
+        directories = [directory.path for directory in storage.directories]
+        journal = Journal(directories, nvme.engine, nvme.state_files, len(nvme.slots), is_new=record is None)
+        # The run must not be kept alive by what ends it.
+        own_late = weakref.WeakMethod(self._take_late)
+
+        def take_late(at_forward: bool) -> dict[str, Any] | None:  # noqa: FBT001
+            take = own_late()
+            return None if take is None else take(at_forward)
+
+        self._resources.commits = Commits(
+            journal,
+            nvme.slots,
+            agreement,
+            self._parts.waits,
+            run_id=storage.manifest.run_id,
+            sequence=0 if record is None else record.sequence,
+            step=0 if record is None else record.step,
+            take_late=take_late,
+            in_background=in_background,
+        )
+        if record is None:
+            manifest = with_places(storage.manifest, [kept for _, kept in self._kept_blocks()])
+            state = {**self._at_step(), **self._tracking.at_forward()}
+            journal.begin(manifest, StepRecord(manifest.run_id, 0, 0, nvme.slots.state(), state))
+        else:
+            nvme.slots.restore(record.chunks)
+            nvme.slots.commit(record.chunks)
+            self._unresumed = record
+
+    def track(self, objects: Mapping[str, Any]) -> None:
+        """See `zo.track`."""
+        self._tracking.track(objects)
+
+    def resume(self, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+        """See `zo.resume`."""
+        self._check_alive()
+        commits, record = self._resources.commits, self._unresumed
+        if commits is None:
+            raise ConfigError(
+                "this placement resumes from checkpoints only: steps are committed where all trained states live on"
+                " nvme, or with durable=True; and not with atomic_steps=False"
+            )
+        if record is None:
+            if self._num_steps:
+                raise ConfigError("zo.resume comes before training: this run has finished steps already")
+            return 0
+        agree(self._collectives, lambda: self._take_up(record, optimizers), "resuming")
+        agree(self._collectives, lambda: commits.continue_from(record), "resuming")
+        self._unresumed = None
+        self._num_steps = record.step
+        self._random_at_forward = record.state.get("random_at_forward")
+        return record.step
+
+    def committed_step(self) -> int | None:
+        """The newest step that every rank has committed; None where steps are not committed."""
+        commits = self._resources.commits
+        return None if commits is None else commits.step
+
+    def _take_up(self, record: StepRecord, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        blocks = list(self._kept_blocks())
+        KeptChunks(self._resources.ring, self._parts).take_up(blocks)
+        flats = [training for unit in self.units for _, training in trainable(unit)]
+        for training, steps in zip(flats, record.state["steps"], strict=True):
+            training.steps[:] = steps
+        self._tracking.put_back(record.state, optimizers)
+
+    def _kept_blocks(self) -> Iterator[tuple[Block, NvmeBlock]]:
+        """What outlives the run: a state's home, and where it is kept; the same block if that is its home."""
+        for unit in self.units:
+            for part in unit.parts:
+                for block in (part.home, part.training.optimizer if part.training is not None else None):
+                    kept = block.mirror or block if block is not None else None
+                    if block is not None and isinstance(kept, NvmeBlock) and kept.first_index is not None:
+                        yield block, kept
+
+    def _at_step(self) -> dict[str, Any]:
+        """What a commit takes when `step()` is called, but for the steps, which it counts itself."""
+        return {**self._tracking.at_step(), "steps": self._step_counts()}
+
+    def _step_counts(self) -> list[list[int]]:
+        return [list(training.steps) for unit in self.units for _, training in trainable(unit)]
+
+    def _take_late(self, at_forward: bool) -> dict[str, Any]:  # noqa: FBT001
+        """What a commit takes when the user's loop is through with the step."""
+        late = self._tracking.at_forward()
+        return {**late, **self._tracking.random_at_forward()} if at_forward else late
+
+    def _training_begins(self) -> None:
+        if self._random_at_forward is not None:
+            self._tracking.put_back_random(self._random_at_forward)
+            self._random_at_forward = None
+        if self._resources.commits is not None:
+            self._resources.commits.seal(at_forward=True)
+
+    def adopt(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
         """See `OptimizerRun`."""
         if rule.moments != RULES[self._states.algorithm].moments:
             raise ConfigError(
                 f"the states were laid out for {self._states.algorithm}, not for {rule.name}:"
                 f' call zo.offload with OffloadConfig(algorithm="{rule.name}")'
             )
+        self._tracking.take_optimizer(optimizer)
 
     def update(self, scalars_of: ScalarsOf) -> None:
         """See `OptimizerRun`."""
@@ -142,19 +253,45 @@ class Run:
         self._schedule.recover()
         planned = PlannedUpdate(self.units, scalars_of)
         self._residency.send_home()
+        commits = self._resources.commits
+        state: dict[str, Any] = {}
+        if commits is not None:
+            commits.settle()
+            state = self._at_step()
+        before = self._slots_before()
         try:
             self._gradients.drain()
             self._stream.run(planned.chunks())
         except BaseException as error:
-            # Some chunks are a step ahead of others: the numbers are nobody's any more.
-            self._failure = error
+            self._end_half_way(error, before)
             raise
         accelerator = self._parts.accelerator
         copied = accelerator.record(accelerator.copy_in)
         self._parts.waits.order(Wait.STATE_COPY, accelerator.compute, copied)
         planned.finished()
         self._num_steps += 1
+        if commits is not None:
+            state["steps"] = self._step_counts()
+            commits.begin(self._num_steps, state)
         self._make_report()
+
+    def _slots_before(self) -> SlotState | None:
+        """What an update that fails can be undone to: None where it changes states in place."""
+        nvme = self._resources.nvme
+        in_place = any(block.mirror is not None for block, _ in self._kept_blocks())
+        if self._resources.commits is None or nvme is None or in_place or self._collectives.world_size > 1:
+            return None
+        return nvme.slots.state()
+
+    def _end_half_way(self, error: BaseException, before: SlotState | None) -> None:
+        """An update failed: with two slots nothing has happened, else some chunks are a step ahead of others."""
+        if before is not None and self._resources.nvme is not None:
+            self._stream.settle()
+            self._resources.nvme.slots.restore(before)
+            return
+        self._failure = error
+        if self._resources.commits is not None:
+            self._resources.commits.fail()
 
     def clip_grad_norm(
         self, params: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
@@ -194,7 +331,7 @@ class Run:
 
     def forget_optimizer_state(self, param: nn.Parameter) -> None:
         """See `OptimizerRun`."""
-        self._check_usable()
+        self._check_alive()
         self.access.forget_optimizer_state(param)
 
     def write_optimizer_state(self, param: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
@@ -263,7 +400,25 @@ class Run:
             if part.training is not None
         ]
 
+    def check_resumed(self) -> None:
+        """See that values are this run's: one that its directory holds is neither shown nor lost.
+
+        Raises
+        ------
+        ConfigError
+            Before `zo.resume`.
+        """
+        if self._unresumed is not None:
+            raise ConfigError(
+                f"the nvme paths hold a run that finished step {self._unresumed.step}: continue it with"
+                " zo.resume(model, optimizer), or lose it with OffloadConfig(overwrite=True)"
+            )
+
     def _check_usable(self) -> None:
+        self.check_resumed()
+        self._check_alive()
+
+    def _check_alive(self) -> None:
         if self._is_closed:
             raise ConfigError("the run was ended by zo.close(model): its states are gone")
         if self._failure is not None:

@@ -23,6 +23,8 @@ class Schedule:
         In the order of the model, the root last.
     check : callable
         Raises if the run can no longer be used.
+    training_begins : callable
+        Told when a forward of the whole model begins that may be trained on.
     """
 
     def __init__(
@@ -31,12 +33,14 @@ class Schedule:
         residency: Residency,
         gradients: GradientPath,
         check: Callable[[], None],
+        training_begins: Callable[[], None],
     ) -> None:
         self._points = {point.name: point for point in points}
         self._root = points[-1]
         self._residency = residency
         self._gradients = gradients
         self._check = check
+        self._training_begins = training_begins
         self._order = AccessOrder([point.name for point in points])
         self._backward_is_open = False
         self._awaited: dict[int, int] = {}
@@ -49,6 +53,8 @@ class Schedule:
             self.recover()
             if point is self._root:
                 self._forget_interrupted_forward()
+                if torch.is_grad_enabled():
+                    self._training_begins()
             if point is self._root or self._order.current is None:
                 self._order.begin(Pass.TRAIN_FORWARD if torch.is_grad_enabled() else Pass.EVALUATION)
         point.num_forward_calls += 1

@@ -9,7 +9,7 @@ import torch
 
 from zerooffload.runtime.resources import Parts
 from zerooffload.sharding.unit import UnitFlat
-from zerooffload.telemetry import Wait
+from zerooffload.telemetry import Wait, Waitable
 from zerooffload.tiers import Block, Space, StagingRing
 
 Views = Mapping[str, torch.Tensor]
@@ -57,22 +57,42 @@ class SlotAccess:
         record = block.view(Space.HOST, chunk)
         if record is not None:
             yield block.layout.split(chunk, record)
+            if update and block.mirror is not None:
+                self._copy_to(block.mirror, chunk, record)
             return
         self._wait_for_room()
         slot = self._ring.acquire(self._parts.waits)
         record = slot.take(block.layout.file_nbytes(chunk))
         read = block.read(chunk, record)
-        in_flight = [read]
+        in_flight: list[Waitable] = [read]
         try:
             self._parts.waits.until(Wait.STATE_READ, read)
             yield block.layout.split(chunk, record)
             if update:
-                write = block.write(chunk, record)
-                in_flight = [write]
-                self._parts.waits.until(Wait.STATE_WRITE, write)
+                in_flight = [item.write(chunk, record) for item in (block, block.mirror) if item is not None]
+                for write in in_flight:
+                    self._parts.waits.until(Wait.STATE_WRITE, write)
                 accelerator = self._parts.accelerator
                 copied = accelerator.record(accelerator.copy_in)
                 self._parts.waits.order(Wait.STATE_COPY, accelerator.compute, copied)
+        finally:
+            self._ring.release(slot, in_flight)
+
+    def copy_again(self, block: Block) -> None:
+        """What is in memory was changed there: let the copy on files, if there is one, follow."""
+        for chunk in range(block.layout.num_chunks if block.mirror is not None else 0):
+            with self.record(block, chunk, update=True):
+                pass
+
+    def _copy_to(self, mirror: Block, chunk: int, record: torch.Tensor) -> None:
+        self._wait_for_room()
+        slot = self._ring.acquire(self._parts.waits)
+        copy = slot.take(mirror.layout.file_nbytes(chunk))
+        in_flight: list[Waitable] = []
+        try:
+            copy[: record.numel()].copy_(record)
+            in_flight.append(mirror.write(chunk, copy))
+            self._parts.waits.until(Wait.STATE_WRITE, in_flight[0])
         finally:
             self._ring.release(slot, in_flight)
 

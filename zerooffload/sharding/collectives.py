@@ -53,8 +53,48 @@ class Collectives(Protocol):
     def gather_objects(self, value: T) -> list[T]:
         """The small values of all ranks, in rank order."""
 
+    def agreement(self) -> StepAgreement:
+        """A way of its own for a thread to learn what the least of all ranks' numbers is; every rank makes it."""
+
     def report_to(self, recorder: Recorder) -> None:
         """Count the bytes that come over the links from now on."""
+
+
+class StepAgreement(Protocol):
+    """The least number of any rank, apart from all other collectives."""
+
+    def least(self, mine: int) -> int:
+        """Block until every rank has given its number.
+
+        Raises
+        ------
+        RankError
+            If one is gone.
+        """
+
+
+class _AloneAgreement:
+    """Of a world of one."""
+
+    def least(self, mine: int) -> int:
+        """The one."""
+        return mine
+
+
+class _GroupAgreement:
+    """Over a gloo group of its own, whose order of collectives nothing else disturbs."""
+
+    def __init__(self, global_ranks: list[int]) -> None:
+        self._group = dist.new_group(global_ranks, backend="gloo", use_local_synchronization=True)
+
+    def least(self, mine: int) -> int:
+        """See `StepAgreement`."""
+        number = torch.tensor([mine])
+        try:
+            dist.all_reduce(number, dist.ReduceOp.MIN, group=self._group)
+        except RuntimeError as error:
+            raise RankError(f"a rank is gone, or does not answer ({error})") from error
+        return int(number)
 
 
 class SingleRank:
@@ -76,6 +116,10 @@ class SingleRank:
     def gather_objects(self, value: T) -> list[T]:
         """The one."""
         return [value]
+
+    def agreement(self) -> StepAgreement:
+        """With nobody."""
+        return _AloneAgreement()
 
     def report_to(self, recorder: Recorder) -> None:
         """No link."""
@@ -125,6 +169,10 @@ class GroupCollectives:
         values: list[Any] = [None] * self.world_size
         self._do("exchange of values", lambda: dist.all_gather_object(values, value, group=self._cpu_group))
         return values
+
+    def agreement(self) -> StepAgreement:
+        """See `Collectives`."""
+        return _GroupAgreement(self._global_ranks)
 
     def report_to(self, recorder: Recorder) -> None:
         """See `Collectives`."""

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -29,10 +30,25 @@ class Space(Enum):
     DEVICE = "device"
 
 
+@dataclass(frozen=True)
+class Kept:
+    """That a block's contents outlive the run where its home can: by which name, and in how many slots a chunk."""
+
+    name: str
+    num_slots: int
+
+
 class Block(Protocol):
-    """The records of one shard in their home."""
+    """The records of one shard in their home.
+
+    Attributes
+    ----------
+    mirror : Block or None
+        A copy on files that must follow every change of a record.
+    """
 
     layout: RecordLayout
+    mirror: Block | None
 
     def view(self, space: Space, chunk: int) -> torch.Tensor | None:
         """The record in place, uint8 `[record_nbytes]`, or None where `space` cannot address it."""
@@ -46,6 +62,9 @@ class Block(Protocol):
     def write(self, chunk: int, source: torch.Tensor) -> Waitable:
         """Start taking a record home from host memory, uint8 `[file_nbytes]`."""
 
+    def initialize(self, chunk: int, source: torch.Tensor) -> Waitable:
+        """The first `write` of a record, before training."""
+
 
 class Tier(Protocol):
     """A kind of memory with a budget."""
@@ -53,11 +72,18 @@ class Tier(Protocol):
     name: TierName
     budget: Budget
 
-    def block_nbytes(self, layout: RecordLayout) -> int:
+    def block_nbytes(self, layout: RecordLayout, kept: Kept | None = None) -> int:
         """What a block takes from the budget."""
 
-    def allocate(self, layout: RecordLayout, holder: str) -> Block:
+    def allocate(self, layout: RecordLayout, holder: str, kept: Kept | None = None) -> Block:
         """Make a block.
+
+        Parameters
+        ----------
+        holder : str
+            For the lease.
+        kept : Kept, optional
+            Default: the contents are gone with the run. Memory keeps nothing.
 
         Raises
         ------

@@ -10,13 +10,15 @@ from zerooffload.accelerator import Accelerator, host_buffer_nbytes
 from zerooffload.config import TierName
 from zerooffload.memory import Budget, Lease
 from zerooffload.telemetry import Wait, Waitable
-from zerooffload.tiers.api import Space
+from zerooffload.tiers.api import Block, Kept, Space
 from zerooffload.tiers.records import RecordLayout
 from zerooffload.tiers.transfers import Transfers
 
 
 class MemoryBlock:
     """Records in memory; see `Block`."""
+
+    mirror: Block | None = None
 
     def __init__(
         self, layout: RecordLayout, memory: torch.Tensor, spaces: frozenset[Space], transfers: Transfers
@@ -44,6 +46,10 @@ class MemoryBlock:
         record, transfers = self._record(chunk), self._transfers
         return transfers.to_device(record, source[: record.numel()], transfers.compute_done(), Wait.STATE_COPY)
 
+    def initialize(self, chunk: int, source: torch.Tensor) -> Waitable:
+        """A write like any other."""
+        return self.write(chunk, source)
+
     def _record(self, chunk: int) -> torch.Tensor:
         offset = self.layout.record_offset(chunk)
         return self._memory[offset : offset + self.layout.record_nbytes(chunk)]
@@ -70,11 +76,11 @@ class MemoryTier:
         self._take_memory = take_memory
         self._leases: list[Lease] = []
 
-    def block_nbytes(self, layout: RecordLayout) -> int:
+    def block_nbytes(self, layout: RecordLayout, kept: Kept | None = None) -> int:  # noqa: ARG002 - memory keeps nothing
         """As the allocator rounds it."""
         return self._rounded_nbytes(layout.memory_nbytes) if layout.memory_nbytes else 0
 
-    def allocate(self, layout: RecordLayout, holder: str) -> MemoryBlock:
+    def allocate(self, layout: RecordLayout, holder: str, kept: Kept | None = None) -> MemoryBlock:  # noqa: ARG002
         """Memory for all records."""
         self._leases.append(self.budget.lease(self.block_nbytes(layout), holder))
         return MemoryBlock(layout, self._take_memory(layout.memory_nbytes), self._spaces, self._transfers)

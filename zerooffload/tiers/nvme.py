@@ -1,26 +1,91 @@
-"""The nvme tier: a few preallocated files, one a path, opened once."""
+"""The nvme tier: two preallocated files a path, opened once.
+
+`states.bin` holds what outlives the run (see `Kept`), in two slots a chunk where steps are committed; `scratch.bin`
+what does not: gradients, and all states of a placement that cannot be resumed from here.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import errno
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from zerooffload.aio import Engine, OpenFile
-from zerooffload.aio.files import create_file, reserve_space
+from zerooffload.aio.files import create_file, open_file, reserve_space
 from zerooffload.config import TierName
+from zerooffload.errors import InternalError, TierIOError
 from zerooffload.memory import Budget, Lease
 from zerooffload.telemetry import Link, Recorder, Waitable
+from zerooffload.tiers.api import Block, Kept
+from zerooffload.tiers.checksums import checksum
 from zerooffload.tiers.directory import RunDirectory
 from zerooffload.tiers.records import RecordLayout
+from zerooffload.tiers.slots import SlotTable
+
+STATES_FILE = "states.bin"
+SCRATCH_FILE = "scratch.bin"
+
+
+@dataclass(frozen=True)
+class ChunkPlace:
+    """Where a chunk's record lies: the path's index, and an offset for each slot, in bytes."""
+
+    path: int
+    offsets: tuple[int, ...]
+
+
+class _CheckedRead:
+    """A read whose bytes are compared with the checksum that they were written with."""
+
+    def __init__(self, ticket: Waitable, target: torch.Tensor, expected: int, file: OpenFile, offset: int) -> None:
+        self._ticket = ticket
+        self._target = target
+        self._expected = expected
+        self._file = file
+        self._offset = offset
+
+    def wait(self) -> None:
+        """Block; raise `TierIOError` also if the bytes are not what was written."""
+        self._ticket.wait()
+        if checksum(self._target) != self._expected:
+            raise damaged(self._file, self._offset, self._target.numel())
+
+    def done(self) -> bool:
+        """Whether the bytes are here; they are compared in `wait`."""
+        return self._ticket.done()
+
+
+def damaged(file: OpenFile, offset: int, nbytes: int) -> TierIOError:
+    """The error for bytes that are not what was written."""
+    return TierIOError(
+        "read",
+        file.path,
+        errno.EBADMSG,
+        offset_bytes=offset,
+        length_bytes=nbytes,
+        transferred_bytes=nbytes,
+        advice="The checksum is not that of what was written there: the drive, or somebody else, changed it.",
+    )
 
 
 class NvmeBlock:
-    """Records on files; see `Block`. Chunk `i` has an extent of its own, so chunks may lie on different paths."""
+    """Records on files; see `Block`. Chunk `i` has an extent of its own, so chunks may lie on different paths.
 
-    def __init__(self, layout: RecordLayout, extents: list[tuple[OpenFile, int]], tier: NvmeTier) -> None:
+    Attributes
+    ----------
+    places : list[ChunkPlace]
+    first_index : int or None
+        Of its chunks in the tier's slot table; None for what need not outlive the run.
+    """
+
+    mirror: Block | None = None
+
+    def __init__(self, layout: RecordLayout, places: list[ChunkPlace], first_index: int | None, tier: NvmeTier) -> None:
         self.layout = layout
-        self._extents = extents
+        self.places = places
+        self.first_index = first_index
         self._tier = tier
 
     def view(self, space: object, chunk: int) -> None:
@@ -30,81 +95,181 @@ class NvmeBlock:
         """No space can address a file."""
 
     def read(self, chunk: int, target: torch.Tensor) -> Waitable:
-        """One read of the record."""
-        file, offset = self._extents[chunk]
-        self._tier.recorder.moved(Link.NVME_READ, target.numel())
-        return self._tier.engine.submit_read(file, offset, target)
+        """One read of the record, from its newest slot."""
+        return self._read(chunk, target, check=self._tier.checks_reads)
+
+    def read_checked(self, chunk: int, target: torch.Tensor) -> Waitable:
+        """A read that also compares the checksum."""
+        return self._read(chunk, target, check=True)
 
     def write(self, chunk: int, source: torch.Tensor) -> Waitable:
-        """One write of the record."""
-        file, offset = self._extents[chunk]
+        """One write of the record, to the slot that may be overwritten."""
+        slots = self._tier.slots
+        if self.first_index is None:
+            return self._write(chunk, 0, source)
+        index = self.first_index + chunk
+        slot = slots.begin_write(index)
+        slots.wrote(index, slot, checksum(source))
+        return self._write(chunk, slot, source)
+
+    def initialize(self, chunk: int, source: torch.Tensor) -> Waitable:
+        """The first write, to every slot: later writes then need no new blocks of the file system."""
+        if self.first_index is not None:
+            self._tier.slots.wrote(self.first_index + chunk, 0, checksum(source))
+        return _All([self._write(chunk, slot, source) for slot in range(len(self.places[chunk].offsets))])
+
+    def _read(self, chunk: int, target: torch.Tensor, *, check: bool) -> Waitable:
+        place, slot, expected = self.places[chunk], 0, None
+        if self.first_index is not None:
+            slot = self._tier.slots.current(self.first_index + chunk)
+            expected = self._tier.slots.checksum(self.first_index + chunk)
+        file, offset = self._tier.file_of(self, place), place.offsets[slot]
+        self._tier.recorder.moved(Link.NVME_READ, target.numel())
+        ticket = self._tier.engine.submit_read(file, offset, target)
+        return _CheckedRead(ticket, target, expected, file, offset) if check and expected is not None else ticket
+
+    def _write(self, chunk: int, slot: int, source: torch.Tensor) -> Waitable:
+        place = self.places[chunk]
         self._tier.recorder.moved(Link.NVME_WRITTEN, source.numel())
-        return self._tier.engine.submit_write(file, offset, source)
+        return self._tier.engine.submit_write(self._tier.file_of(self, place), place.offsets[slot], source)
+
+
+class _All:
+    """Several operations as one."""
+
+    def __init__(self, tickets: Sequence[Waitable]) -> None:
+        self._tickets = tickets
+
+    def wait(self) -> None:
+        """Block until all are done; raise the first failure."""
+        failure: Exception | None = None
+        for ticket in self._tickets:
+            try:
+                ticket.wait()
+            except TierIOError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def done(self) -> bool:
+        """Whether all are."""
+        return all(ticket.done() for ticket in self._tickets)
 
 
 class NvmeTier:
-    """Files in a directory of ours on each path; each chunk goes to the path that holds least so far. See `Tier`.
+    """Files in directories of ours, one directory a path. See `Tier`.
+
+    Each chunk goes to the path that holds least so far, measured by what the path can bear.
 
     Parameters
     ----------
-    paths : tuple[pathlib.Path, ...]
-        Folders of the user.
-    rank : int
-        Each rank has a directory of its own.
+    directories : Sequence[RunDirectory]
+        Locked; the tier closes them.
+    speeds : Sequence[float], optional
+        Of the paths, in any unit: chunks are spread in proportion. Default: all equal.
+    kept : Mapping[str, Sequence[ChunkPlace]], optional
+        Where the blocks of a run that is continued lie, by name; their files are opened as they are.
+
+    Attributes
+    ----------
+    slots : SlotTable
+    checks_reads : bool
+        Whether every read of what is kept compares its checksum.
+    keeps_files : bool
+        Whether closing leaves `states.bin` where it is.
 
     Raises
     ------
-    ConfigError
-        If a path is missing, not writable, or in use by another run.
+    TierIOError
+        If a file cannot be made or opened.
     """
 
     def __init__(
-        self, paths: tuple[Path, ...], budget: Budget, engine: Engine, recorder: Recorder, rank: int = 0
+        self,
+        directories: Sequence[RunDirectory],
+        budget: Budget,
+        engine: Engine,
+        recorder: Recorder,
+        *,
+        speeds: Sequence[float] = (),
+        kept: Mapping[str, Sequence[ChunkPlace]] | None = None,
+        checks_reads: bool = False,
     ) -> None:
         self.name = TierName.NVME
         self.budget = budget
         self.engine = engine
         self.recorder = recorder
-        self._directories: list[RunDirectory] = []
-        self._files: list[OpenFile] = []
-        self._used_bytes = [0] * len(paths)
+        self.slots = SlotTable()
+        self.checks_reads = checks_reads
+        self.keeps_files = kept is not None
+        self.directories = list(directories)
+        self.state_files: list[OpenFile] = []
+        self._scratch_files: list[OpenFile] = []
+        self._speeds = list(speeds) or [1.0] * len(self.directories)
+        self._kept = kept
+        self._num_state_bytes = [0] * len(self.directories)
+        self._num_scratch_bytes = [0] * len(self.directories)
         self._leases: list[Lease] = []
         try:
-            for path in paths:
-                directory = RunDirectory(path, rank)
-                self._directories.append(directory)
-                self._files.append(create_file(directory.path / "states.bin"))
+            for directory in self.directories:
+                open_states = create_file if kept is None else open_file
+                self.state_files.append(open_states(directory.path / STATES_FILE))
+                self._scratch_files.append(create_file(directory.path / SCRATCH_FILE))
         except BaseException:
             self.close()
             raise
 
-    def block_nbytes(self, layout: RecordLayout) -> int:
-        """Records, each padded to the file's alignment."""
-        return layout.total_file_nbytes
+    def block_nbytes(self, layout: RecordLayout, kept: Kept | None = None) -> int:
+        """Records, each padded to the file's alignment, in every slot."""
+        return layout.total_file_nbytes * (kept.num_slots if kept is not None else 1)
 
-    def allocate(self, layout: RecordLayout, holder: str) -> NvmeBlock:
+    def allocate(self, layout: RecordLayout, holder: str, kept: Kept | None = None) -> NvmeBlock:
         """Extents for all records."""
-        self._leases.append(self.budget.lease(self.block_nbytes(layout), holder))
-        extents = []
-        for chunk in range(layout.num_chunks):
-            least = self._used_bytes.index(min(self._used_bytes))
-            extents.append((self._files[least], self._used_bytes[least]))
-            self._used_bytes[least] += layout.file_nbytes(chunk)
-        return NvmeBlock(layout, extents, self)
+        self._leases.append(self.budget.lease(self.block_nbytes(layout, kept), holder))
+        if kept is None:
+            return NvmeBlock(layout, self._places(layout, 1, self._num_scratch_bytes), None, self)
+        first_index = self.slots.add(layout.num_chunks, kept.num_slots)
+        if self._kept is not None:
+            return NvmeBlock(layout, list(self._kept[kept.name]), first_index, self)
+        places = self._places(layout, kept.num_slots, self._num_state_bytes)
+        return NvmeBlock(layout, places, first_index, self)
+
+    def file_of(self, block: NvmeBlock, place: ChunkPlace) -> OpenFile:
+        """The file that a chunk of a block lies on."""
+        files = self._scratch_files if block.first_index is None else self.state_files
+        if not files:
+            raise InternalError("the nvme tier is closed")
+        return files[place.path]
 
     def reserve(self) -> None:
         """Give every file its length; the disk being full is known here."""
-        for file, nbytes in zip(self._files, self._used_bytes, strict=True):
+        if self._kept is None:
+            for file, nbytes in zip(self.state_files, self._num_state_bytes, strict=True):
+                reserve_space(file, nbytes)
+        for file, nbytes in zip(self._scratch_files, self._num_scratch_bytes, strict=True):
             reserve_space(file, nbytes)
 
     def close(self) -> None:
-        """Finish I/O, delete the files, unlock the directories; again is harmless."""
+        """Finish I/O, delete the files that are not kept, unlock the directories; again is harmless."""
         self.engine.close()
-        for file in self._files:
+        for file in self.state_files:
+            file.close()
+            if not self.keeps_files:
+                file.path.unlink(missing_ok=True)
+        for file in self._scratch_files:
             file.close()
             file.path.unlink(missing_ok=True)
-        for directory in self._directories:
+        for directory in self.directories:
             directory.close()
         for lease in self._leases:
             lease.release()
-        self._files, self._directories, self._leases = [], [], []
+        self.state_files, self._scratch_files, self.directories, self._leases = [], [], [], []
+
+    def _places(self, layout: RecordLayout, num_slots: int, used: list[int]) -> list[ChunkPlace]:
+        places = []
+        for chunk in range(layout.num_chunks):
+            nbytes = layout.file_nbytes(chunk)
+            path = min(range(len(used)), key=lambda index: (used[index] + nbytes * num_slots) / self._speeds[index])
+            places.append(ChunkPlace(path, tuple(used[path] + slot * nbytes for slot in range(num_slots))))
+            used[path] += nbytes * num_slots
+        return places

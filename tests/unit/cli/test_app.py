@@ -4,6 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from support.folders import leftovers
 
 import zerooffload as zo
 from zerooffload.cli import app
@@ -103,7 +104,7 @@ def test_ctrl_c_ends_cleanly(
     assert "interrupted" in err
     assert "Traceback" not in err
     assert in_use == ["zerooffload"]
-    assert list(nvme.iterdir()) == []
+    assert leftovers(nvme) == []
 
 
 def test_a_bug_of_ours_shows_its_traceback(recipe_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

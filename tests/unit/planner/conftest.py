@@ -7,7 +7,7 @@ import torch
 
 from zerooffload.accelerator import host_buffer_nbytes
 from zerooffload.optim.record import OptimizerStates
-from zerooffload.planner.placement import Placement, Reach, TierChoices, UnitLayout, place
+from zerooffload.planner.placement import Durability, Placement, Reach, TierChoices, UnitLayout, place
 from zerooffload.sharding.layout import ParamSpec, lay_out
 
 CPU = Reach(device_shares_host=True, range_nbytes=host_buffer_nbytes)
@@ -48,8 +48,9 @@ def units() -> list[UnitLayout]:
 def placed(units: list[UnitLayout]) -> Callable[..., Placement]:
     """`placed(reach, params=..., optimizer=..., gradients=...)`."""
 
-    def call(reach: Reach, **tiers: object) -> Placement:
+    def call(reach: Reach, durability: Durability | None = None, **tiers: object) -> Placement:
         defaults = {"params": "auto", "optimizer": "auto", "gradients": "auto"}
-        return place(units, TierChoices(**{**defaults, **tiers}), reach, OptimizerStates())  # type: ignore[arg-type]
+        choices = TierChoices(**{**defaults, **tiers})  # type: ignore[arg-type]
+        return place(units, choices, reach, OptimizerStates(), durability or Durability())
 
     return call

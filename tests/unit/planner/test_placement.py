@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from zerooffload.planner.placement import (
     NUM_GRADIENT_SLOTS,
     NUM_STAGING_SLOTS,
     Claim,
+    Durability,
     Placement,
     Reach,
     TierChoices,
@@ -92,7 +94,42 @@ def test_with_everything_on_nvme_rings_are_leased_at_host(placed: Placed, cpu: R
     claims = sums(placement.fixed_claims())
     assert claims["host", "staging ring"] == NUM_STAGING_SLOTS * placement.slot_nbytes
     assert claims["host", "gradient staging"] == NUM_GRADIENT_SLOTS * placement.gradient_slot_nbytes
-    assert {tier for tier, holder in claims if "staging" not in holder and "ring" not in holder} == {"nvme"}
+    assert {holder for tier, holder in claims if tier == "host"} == {"staging ring", "gradient staging", "journal"}
+
+
+def test_what_is_trained_has_two_slots_where_steps_are_committed(placed: Placed, cpu: Reach) -> None:
+    placement = placed(cpu, params="nvme", optimizer="nvme", gradients="nvme")
+    assert placement.commits_steps
+    claims = sums(placement.fixed_claims())
+    trained, frozen = pages(40_000, 4 * 5_008, 4 * 5_008, 4 * 112), pages(4 * 3_008)
+    assert claims["nvme", "parameters"] == 2 * trained + frozen
+    assert claims["nvme", "optimizer state"] == 2 * pages(80_000, 8 * 5_008, 8 * 5_008, 8 * 112)
+    assert claims["nvme", "gradients"] == trained
+    assert claims["nvme", "journal"] == 2 * claims["host", "journal"]
+    # Four flats that are trained, with two states each, and one that is frozen: a chunk each.
+    assert placement.num_kept_chunks == 9
+
+
+@pytest.mark.parametrize("homes", [{"params": "nvme"}, {"optimizer": "nvme"}, {"params": {"embed": "nvme"}}])
+def test_a_placement_with_trained_states_in_memory_commits_only_if_it_is_durable(
+    placed: Placed, cpu: Reach, homes: dict[str, Any]
+) -> None:
+    placement = placed(cpu, **homes)
+    assert not placement.commits_steps
+    assert {holder for _, holder in sums(placement.fixed_claims())} & {"journal"} == set()
+    durable = placed(cpu, durability=Durability(durable=True), **homes)
+    assert durable.commits_steps
+    claims = sums(durable.fixed_claims())
+    kept = [claims.get(("nvme", holder), 0) for holder in ("parameters", "copies of parameters")]
+    assert sum(kept) >= 2 * pages(40_000, 4 * 5_008, 4 * 5_008, 4 * 112)
+
+
+def test_without_atomic_steps_there_is_one_slot(placed: Placed, cpu: Reach) -> None:
+    homes = dict.fromkeys(("params", "optimizer", "gradients"), "nvme")
+    placement = placed(cpu, durability=Durability(atomic_steps=False), **homes)
+    assert not placement.commits_steps
+    claims = sums(placement.fixed_claims())
+    assert claims["nvme", "parameters"] == pages(40_000, 4 * 5_008, 4 * 5_008, 4 * 3_008, 4 * 112)
 
 
 def test_a_window_holds_the_root_and_the_largest_other_at_least_and_all_at_most(placed: Placed, cpu: Reach) -> None:
@@ -118,7 +155,8 @@ def test_units_may_have_homes_of_their_own(placed: Placed, cpu: Reach) -> None:
     by_unit = {unit.name: unit.flats[0] for unit in placement.units if unit.flats}
     assert [name for name, flat in by_unit.items() if flat.moves] == ["layers.0", "layers.1"]
     assert [name for name, flat in by_unit.items() if flat.collects] == ["(root)"]
-    assert [name for name, flat in by_unit.items() if flat.optimizer_tier is TierName.NVME] == ["embed"]
+    trained = {name: flat.optimizer for name, flat in by_unit.items() if flat.optimizer is not None}
+    assert [name for name, state in trained.items() if state.tier is TierName.NVME] == ["embed"]
 
 
 def test_a_chunk_is_no_longer_than_the_longest_shard_and_bounded(cpu: Reach) -> None:
@@ -128,8 +166,8 @@ def test_a_chunk_is_no_longer_than_the_longest_shard_and_bounded(cpu: Reach) -> 
             [UnitLayout("(root)", (layout,), ("(root)",))], TierChoices("nvme", "nvme", "nvme"), cpu, OptimizerStates()
         )
 
-    assert placement(10).units[0].flats[0].param.chunk_numel == 4096
-    assert placement(3 * CHUNK_NUMEL).units[0].flats[0].param.chunk_numel == CHUNK_NUMEL
+    assert placement(10).units[0].flats[0].param.layout.chunk_numel == 4096
+    assert placement(3 * CHUNK_NUMEL).units[0].flats[0].param.layout.chunk_numel == CHUNK_NUMEL
     assert placement(3 * CHUNK_NUMEL).slot_nbytes == (2 + 2 + 4 + 4 + 2) * CHUNK_NUMEL
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.folders import leftovers
 from torch import nn
 
 import zerooffload as zo
@@ -60,15 +61,38 @@ def test_after_an_interrupted_step_nothing_is_left_and_the_next_run_is_right(  #
         with pytest.raises(type(error)):
             train(model, tokens, 2)
         zo.close(model)
-    assert list(nvme.iterdir()) == []
+    assert leftovers(nvme) == []
     assert train(offload(make_net(256), "nvme"), tokens, 2) == expected
+
+
+@pytest.mark.parametrize("cause", [Wait.STATE_READ, Wait.STATE_WRITE])
+def test_an_update_that_ended_half_way_is_undone_where_there_are_two_slots(
+    make_net: MakeNet, tokens: torch.Tensor, offload: Offload, cause: Wait, error: BaseException
+) -> None:
+    expected = train(offload(make_net(256)), tokens, 3)
+    model = offload(make_net(256), "nvme")
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        loss = model(tokens)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        zo.clip_grad_norm_(model, 1.0)
+        with pytest.MonkeyPatch.context() as patch:
+            if step == 1:
+                fail_once(patch, cause, error)
+                with pytest.raises(type(error)):
+                    optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses == expected
 
 
 @pytest.mark.parametrize("cause", [Wait.STATE_READ, Wait.STATE_WRITE])
 def test_a_run_whose_update_ended_half_way_refuses_to_go_on(
     make_net: MakeNet, tokens: torch.Tensor, offload: Offload, cause: Wait, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = offload(make_net(), "nvme")
+    model = offload(make_net(), "nvme", atomic_steps=False)
     fail_once(monkeypatch, cause, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         train(model, tokens, 1)
@@ -162,5 +186,5 @@ def test_ctrl_c_at_any_wait_leaves_nothing(
         with pytest.raises(KeyboardInterrupt):
             train(model, tokens, 3)
     zo.close(model)
-    assert list(nvme.iterdir()) == []
+    assert leftovers(nvme) == []
     train(offload(make_net(), "nvme"), tokens, 1)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.folders import leftovers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -169,4 +170,4 @@ def test_a_model_that_is_dropped_ends_its_run(
     del model, optimizer
     gc.collect()
     gc.collect()
-    assert list(nvme.iterdir()) == []
+    assert leftovers(nvme) == []

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.folders import leftovers
 
 import zerooffload as zo
 from zerooffload import BudgetError, ConfigError
@@ -166,7 +167,7 @@ def test_an_interrupt_in_mid_step_leaves_nothing(
             Interrupting(),
         )
     assert steps == [1]
-    assert list(nvme.iterdir()) == []
+    assert leftovers(nvme) == []
     # A second Ctrl-C does not disturb the end.
     assert handlers_at_close == [signal.SIG_IGN]
     assert signal.getsignal(signal.SIGINT) is handler

@@ -1,0 +1,152 @@
+"""What lies where: written once, when a run begins, into every directory of a rank."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from pydantic import TypeAdapter, ValidationError
+
+from zerooffload.errors import CheckpointError
+
+MANIFEST_FILE = "manifest.json"
+FORMAT_NAME = "zerooffload-nvme"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PartEntry:
+    """An array of a record: `block_numel` elements share one item of `dtype`."""
+
+    name: str
+    dtype: str
+    block_numel: int
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """A kept state of a flat: how it is cut, and for each chunk the path's index and the offset of each slot."""
+
+    name: str
+    numel: int
+    chunk_numel: int
+    num_slots: int
+    parts: tuple[PartEntry, ...]
+    chunks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+
+@dataclass(frozen=True)
+class ParamEntry:
+    """A parameter in its flat: first name, other names, shape, first element."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
+class FlatEntry:
+    """A flat buffer; `shard_start` is the first element that is this rank's."""
+
+    name: str
+    dtype: str
+    trainable: bool
+    numel: int
+    shard_start: int
+    params: tuple[ParamEntry, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything but the bytes.
+
+    Attributes
+    ----------
+    run : str
+        The run's id, a UUID in hexadecimal.
+    path, num_paths : int
+        Which of the rank's directories this file is in.
+    algorithm, moments : str
+        Of `OffloadConfig`.
+    """
+
+    run: str
+    rank: int
+    world_size: int
+    path: int
+    num_paths: int
+    algorithm: str
+    moments: str
+    flats: tuple[FlatEntry, ...]
+    states: tuple[StateEntry, ...]
+    format: str = FORMAT_NAME
+    version: int = FORMAT_VERSION
+
+    @property
+    def run_id(self) -> bytes:
+        """The run's id as 16 bytes."""
+        return uuid.UUID(self.run).bytes
+
+    def encode(self) -> bytes:
+        """Two lines: the JSON, and its checksum."""
+        line = json.dumps(asdict(self), separators=(",", ":")).encode()
+        return line + b"\nxxh3-64 " + xxhash.xxh3_64_hexdigest(line).encode() + b"\n"
+
+    def without_places(self) -> Manifest:
+        """What must be equal for a run to be continued."""
+        states = tuple(replace(state, chunks=()) for state in self.states)
+        return replace(self, run="", path=0, states=states)
+
+
+_ADAPTER = TypeAdapter(Manifest)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in a file.
+
+    Raises
+    ------
+    CheckpointError
+        If it is not one, of another format, or damaged.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    line, _, rest = content.partition(b"\n")
+    if rest != b"xxh3-64 " + xxhash.xxh3_64_hexdigest(line).encode() + b"\n":
+        raise CheckpointError(f"{path} is damaged: the checksum is wrong")
+    try:
+        fields: Any = json.loads(line)
+        if not isinstance(fields, dict) or fields.get("format") != FORMAT_NAME:
+            raise CheckpointError(f"{path} is no manifest of zerooffload's")
+        if fields.get("version") != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path} has format version {fields.get('version')}, this zerooffload reads {FORMAT_VERSION}:"
+                " use the version that wrote it"
+            )
+        return _ADAPTER.validate_python(fields)
+    except (ValueError, ValidationError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def first_difference(kept: Manifest, now: Manifest) -> str:
+    """Where a run that is to be continued differs from the one on the drive, in words; "" if it does not."""
+    one, other = kept.without_places(), now.without_places()
+    for name in ("world_size", "rank", "num_paths", "algorithm", "moments"):
+        if getattr(one, name) != getattr(other, name):
+            return f"{name} was {getattr(one, name)}, now it is {getattr(other, name)}"
+    for kind in ("flats", "states"):
+        before, after = getattr(one, kind), getattr(other, kind)
+        for entry, new in zip(before, after, strict=False):
+            if entry != new:
+                changed = next(key for key in asdict(entry) if getattr(entry, key) != getattr(new, key))
+                return f"{changed} of {entry.name} is not what it was"
+        if len(before) != len(after):
+            return f"there were {len(before)} {kind}, now there are {len(after)}"
+    return ""

@@ -1,0 +1,186 @@
+"""Writing the journal: a record is written when what it names is durable, and counts when it is durable itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from zerooffload.accelerator import populated_pages
+from zerooffload.aio import Engine, OpenFile
+from zerooffload.aio.files import create_file, open_file, reserve_space
+from zerooffload.errors import TierIOError
+from zerooffload.formats import KIB, round_up
+from zerooffload.journal.history import NUM_RECORDS, record_path
+from zerooffload.journal.manifest import MANIFEST_FILE, Manifest
+from zerooffload.journal.record import StepRecord, fixed_nbytes
+from zerooffload.tiers import FILE_ALIGNMENT_BYTES
+
+_STATE_NBYTES = 128 * KIB
+"""Room for the JSON of a record: random states take some 20 KiB."""
+
+
+def record_capacity(num_chunks: int) -> int:
+    """Bytes that are reserved for a record, on the drive and in host memory."""
+    return round_up(fixed_nbytes(num_chunks) + _STATE_NBYTES, FILE_ALIGNMENT_BYTES)
+
+
+class Journal:
+    """The two record files of a rank.
+
+    [Note: flush, record, flush]
+    A record may reach the drive before what it names, and only half of it may: so the states are flushed first, and the
+    record is believed only if its checksum is right. The file that is overwritten is that of the commit before the
+    last, which nobody needs any more: the last one is committed on every rank.
+
+    Parameters
+    ----------
+    directories : Sequence[pathlib.Path]
+        Of this rank; the records are in the one with the first path.
+    state_files : Sequence[OpenFile]
+        Flushed before each record.
+    is_new : bool
+        Make the files; otherwise they are there.
+
+    Raises
+    ------
+    TierIOError
+        If they cannot be made or opened.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        engine: Engine,
+        state_files: Sequence[OpenFile],
+        num_chunks: int,
+        *,
+        is_new: bool,
+    ) -> None:
+        self._directories = list(directories)
+        self._engine = engine
+        self._state_files = list(state_files)
+        self._buffer = populated_pages(record_capacity(num_chunks))
+        self._files: list[OpenFile] = []
+        try:
+            for turn in range(NUM_RECORDS):
+                path = record_path(self._directories[0], turn)
+                self._files.append(create_file(path) if is_new else open_file(path))
+                if is_new:
+                    reserve_space(self._files[-1], self._buffer.numel())
+        except BaseException:
+            self.close()
+            raise
+
+    def begin(self, manifest: Manifest, record: StepRecord) -> None:
+        """Commit the initial states; until the manifests are there too, there is no run.
+
+        Raises
+        ------
+        TierIOError
+            If that fails.
+        """
+        # All bytes of the other file are zeros, as of one that was never used.
+        self._write(record.sequence + 1, b"")
+        self.flush_states()
+        self.write(record)
+        for path, directory in reversed(list(enumerate(self._directories))):
+            _write_durably(directory / MANIFEST_FILE, replace(manifest, path=path).encode())
+
+    def flush_states(self) -> None:
+        """Make every write of states that is done durable.
+
+        Raises
+        ------
+        TierIOError
+            If that fails.
+        """
+        for flush in [self._engine.submit_flush(file) for file in self._state_files]:
+            flush.wait()
+
+    def write(self, record: StepRecord) -> None:
+        """Commit a step whose states are durable: it counts when this returns.
+
+        Raises
+        ------
+        TierIOError
+            If that fails: the step before is still there.
+        """
+        self._write(record.sequence, record.encode())
+
+    def give_up_after(self, sequence: int) -> None:
+        """Make sure that the commit behind `sequence`, which not every rank has, is never believed again.
+
+        Raises
+        ------
+        TierIOError
+            If that fails.
+        """
+        self._write(sequence + 1, b"")
+
+    def close(self) -> None:
+        """Close the files; again is harmless."""
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    def _write(self, sequence: int, content: bytes) -> None:
+        file = self._files[sequence % NUM_RECORDS]
+        nbytes = max(round_up(len(content), FILE_ALIGNMENT_BYTES), os.fstat(file.fd).st_size)
+        if nbytes > os.fstat(file.fd).st_size:
+            reserve_space(file, nbytes)
+        if nbytes > self._buffer.numel():
+            self._buffer = populated_pages(nbytes)
+        source = self._buffer[:nbytes]
+        source.zero_()
+        if content:
+            source[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self._engine.submit_write(file, 0, source).wait()
+        self._engine.submit_flush(file).wait()
+
+
+def forget_run(directories: Sequence[Path]) -> None:
+    """Let a run never have been: its manifests first, so that its records name nothing any more.
+
+    Raises
+    ------
+    TierIOError
+        If a file cannot be removed.
+    """
+    for directory in directories:
+        for path in (directory / MANIFEST_FILE, *(record_path(directory, turn) for turn in range(NUM_RECORDS))):
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise TierIOError("remove", path, error.errno or 0) from error
+        _flush_directory(directory)
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    """A file that is there whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(fd, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(fd)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise TierIOError("write", path, error.errno or 0) from error
+    _flush_directory(path.parent)
+
+
+def _flush_directory(directory: Path) -> None:
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise TierIOError("flush", directory, error.errno or 0) from error

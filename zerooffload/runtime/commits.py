@@ -1,0 +1,191 @@
+"""Committing steps behind the training thread.
+
+[Note: a commit]
+A step's writes are done when `optimizer.step()` returns. From then on a thread of its own flushes them, while the
+user's loop goes on; when the next training forward begins, what the loop did after the step is taken too (see
+`tracking`), the record is written, and the ranks tell each other that they are that far. Before anything is written to
+a slot again, the commit must be over on every rank: usually it is by then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from zerooffload.errors import RankError
+from zerooffload.journal import Journal, StepRecord
+from zerooffload.sharding.collectives import StepAgreement
+from zerooffload.telemetry import Wait, Waits
+from zerooffload.tiers import SlotState, SlotTable
+
+FAILED = -1
+"""What a rank says that could not finish or commit its step."""
+
+
+class _Commit:
+    """A step on its way to being durable; can be waited for."""
+
+    def __init__(self, sequence: int, step: int, chunks: SlotState, state: dict[str, Any]) -> None:
+        self.sequence = sequence
+        self.step = step
+        self.chunks = chunks
+        self.state = state
+        self.sealed = threading.Event()
+        self.error: BaseException | None = None
+        self._over = threading.Event()
+
+    def over(self) -> None:
+        """It succeeded or failed."""
+        self._over.set()
+
+    def wait(self) -> None:
+        """Block until it is over; raise what went wrong."""
+        self._over.wait()
+        if self.error is not None:
+            raise self.error
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._over.is_set()
+
+
+class Commits:
+    """One commit after the other. All methods are for the thread that trains.
+
+    Parameters
+    ----------
+    agreement : StepAgreement
+        Used by the committing thread alone, in the order of the steps.
+    take_late : callable
+        What is taken when the next training forward begins; returns None once the run is gone. Given whether a forward
+        begins.
+    sequence, step : int
+        Of the newest commit.
+    in_background : bool
+        Use a thread; otherwise a commit is made when it is waited for.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        slots: SlotTable,
+        agreement: StepAgreement,
+        waits: Waits,
+        *,
+        run_id: bytes,
+        sequence: int = 0,
+        step: int = 0,
+        take_late: Callable[[bool], dict[str, Any] | None],
+        in_background: bool = True,
+    ) -> None:
+        self.step = step
+        self.sequence = sequence
+        self._journal = journal
+        self._slots = slots
+        self._agreement = agreement
+        self._waits = waits
+        self._run_id = run_id
+        self._take_late = take_late
+        self._in_background = in_background
+        self._pending: _Commit | None = None
+        self._failure: BaseException | None = None
+        slots.settle = self.settle
+
+    def begin(self, step: int, state: dict[str, Any]) -> None:
+        """The writes of a step are done: make it durable. `state` was taken when `step()` was called."""
+        self.settle()
+        late = self._take_late(False) or {}
+        commit = _Commit(self.sequence + 1, step, self._slots.state(), {**state, **late})
+        self._pending = commit
+        if self._in_background:
+            threading.Thread(target=self._run, args=(commit,), name="zerooffload-commit", daemon=True).start()
+
+    def continue_from(self, record: StepRecord) -> None:
+        """Nothing after this record counts any more.
+
+        Raises
+        ------
+        TierIOError
+            If what came after it could not be made void.
+        """
+        self._journal.give_up_after(record.sequence)
+
+    def seal(self, *, at_forward: bool) -> None:
+        """The user's loop is through with the step: take what it did."""
+        commit = self._pending
+        if commit is None or commit.sealed.is_set():
+            return
+        commit.state.update(self._take_late(at_forward) or {})
+        commit.sealed.set()
+        if not self._in_background:
+            self._run(commit)
+
+    def settle(self) -> None:
+        """Return when the newest step is committed on every rank.
+
+        Raises
+        ------
+        TierIOError
+            If it could not be: the one before still is.
+        RankError
+            If another rank could not, or is gone.
+        """
+        if self._failure is not None:
+            raise self._failure
+        commit = self._pending
+        if commit is None:
+            return
+        self.seal(at_forward=False)
+        try:
+            self._waits.until(Wait.COMMIT, commit)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._pending = None
+        self._slots.commit(commit.chunks)
+        self.sequence, self.step = commit.sequence, commit.step
+
+    def fail(self) -> None:
+        """Let the other ranks, which may wait for it, know that this one could not finish its step."""
+        # They may come late or never, so nobody here waits for them.
+        threading.Thread(target=self._say_failed, name="zerooffload-commit", daemon=True).start()
+
+    def close(self) -> None:
+        """Finish what is under way; again is harmless.
+
+        Raises
+        ------
+        ZeroOffloadError
+            If that fails.
+        """
+        try:
+            if self._failure is None:
+                self.settle()
+        finally:
+            self._journal.close()
+
+    def _run(self, commit: _Commit) -> None:
+        mine = FAILED
+        try:
+            self._journal.flush_states()
+            commit.sealed.wait()
+            record = StepRecord(self._run_id, commit.sequence, commit.step, commit.chunks, commit.state)
+            self._journal.write(record)
+            mine = commit.sequence
+        except BaseException as error:  # noqa: BLE001 - raised by who waits
+            commit.error = error
+        try:
+            least = self._agreement.least(mine)
+            if least != commit.sequence and commit.error is None:
+                commit.error = RankError(f"another rank could not finish or commit step {commit.step}")
+        except BaseException as error:  # noqa: BLE001 - raised by who waits
+            commit.error = commit.error or error
+        commit.over()
+
+    def _say_failed(self) -> None:
+        with suppress(RankError):
+            self._agreement.least(FAILED)

@@ -1,0 +1,83 @@
+"""Which slot of every kept chunk holds its newest content, and which the newest committed step names.
+
+[Note: two slots]
+A chunk whose content outlives the run has two places on its file. A committed step names one of them for each chunk;
+only the other is written to, so whatever happens the named content stays as it was. When every rank has committed the
+next step, that one's names count, and the roles change. Writes wait for that: see `SlotTable.settle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """For every kept chunk, in the order of the table: its slot, uint8, and the checksum of what is there, uint64."""
+
+    slots: npt.NDArray[np.uint8]
+    checksums: npt.NDArray[np.uint64]
+
+
+class SlotTable:
+    """The slots of all kept chunks of a rank. Only the thread that trains writes chunks.
+
+    Attributes
+    ----------
+    settle : callable
+        Called before a slot is written to: returns when the step before is committed on every rank, so that its names
+        count. Does nothing until a committer sets it.
+    """
+
+    def __init__(self) -> None:
+        self.settle: Callable[[], None] = lambda: None
+        self._num_slots: list[int] = []
+        self._current: list[int] = []
+        self._checksums: list[int] = []
+        self._committed: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._num_slots)
+
+    def add(self, num_chunks: int, num_slots: int) -> int:
+        """Chunks of one more block, with slot 0 as their newest and as the committed one; the first one's index."""
+        first = len(self._num_slots)
+        self._num_slots += [num_slots] * num_chunks
+        for numbers in (self._current, self._checksums, self._committed):
+            numbers.extend([0] * num_chunks)
+        return first
+
+    def current(self, index: int) -> int:
+        """The slot that holds a chunk's newest content."""
+        return self._current[index]
+
+    def checksum(self, index: int) -> int:
+        """Of a chunk's newest content."""
+        return self._checksums[index]
+
+    def begin_write(self, index: int) -> int:
+        """The slot that may be written to now."""
+        self.settle()
+        return 1 - self._committed[index] if self._num_slots[index] > 1 else 0
+
+    def wrote(self, index: int, slot: int, checksum: int) -> None:
+        """A chunk's newest content is in this slot from now on."""
+        self._current[index] = slot
+        self._checksums[index] = checksum
+
+    def state(self) -> SlotState:
+        """A copy of what is newest."""
+        return SlotState(np.array(self._current, np.uint8), np.array(self._checksums, np.uint64))
+
+    def restore(self, state: SlotState) -> None:
+        """Let what was newest then be newest again."""
+        self._current = state.slots.tolist()
+        self._checksums = state.checksums.tolist()
+
+    def commit(self, state: SlotState) -> None:
+        """Every rank has committed a step that names these slots."""
+        self._committed = state.slots.tolist()
