@@ -76,6 +76,12 @@ def expected_leases(homes: Homes, world_size: int, dtype: str) -> dict[str, int]
     tiers["device"] += moves * sum(whole) + collects * min(sum(whole), 2 * (max(whole) + root))
     # On a CPU the device's bytes are the host's.
     tiers["host"] += tiers["device"]
+    if homes[:2] == ("nvme", "nvme"):
+        # Steps are committed: a second slot for what is trained, and a journal, whose record names two chunks a flat.
+        tiers["nvme"] += sum(up(nbytes, PAGE) for nbytes in shards + records)
+        record = up(72 + up(2 * len(flats), 8) + 8 * 2 * len(flats) + 131_072, PAGE)
+        tiers["nvme"] += 2 * record
+        tiers["host"] += record
     return tiers
 
 

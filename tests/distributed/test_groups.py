@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.folders import leftovers
 from support.meshes import ON_NVME, refused, train_in_groups
 from support.rank_training import even_shares, train_all
 from support.ranks import run_ranks
@@ -20,7 +21,7 @@ def test_groups_side_by_side_train_like_one_alone(tmp_path: Path, *, as_mesh: bo
         for name in ("losses", "norms", "leased", "moved"):
             assert result[name] == expected[name], (rank, name)
         assert all(torch.equal(result["params"][name], value) for name, value in expected["params"].items())
-    assert not list(tmp_path.iterdir())
+    assert leftovers(tmp_path) == []
 
 
 def test_a_whole_mesh_and_a_group_of_others_are_refused() -> None:

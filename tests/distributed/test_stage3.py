@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.environments import COMBINATIONS
+from support.folders import leftovers
 from support.rank_bound import RanksAndOne
 from support.rank_emulation import EmulatedRanks
 from support.rank_training import (
@@ -32,7 +33,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What each rank has in the end; the same under every combination of tiers."""
     folder, world_size = tmp_path_factory.mktemp("nvme"), request.param
     results = run_ranks(train_all, world_size, str(folder), COMBINATIONS, even_shares(world_size), limit_seconds=280)
-    assert not list(folder.iterdir())
+    assert leftovers(folder) == []
     return results
 
 

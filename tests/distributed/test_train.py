@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.folders import leftovers
 from support.machines import Machine, in_namespaces, on_loopback
 from support.ranks import free_port
 
@@ -98,7 +99,7 @@ def train(folder: Path, world_size: int, batch_size: int) -> Report:
     )
     # The first rank speaks for all.
     assert all(not output.strip() for output in outputs[1:])
-    assert not list((folder / "nvme").iterdir())
+    assert leftovers(folder / "nvme") == []
     result: Report = json.loads(report.read_text(encoding="utf-8"))
     return result
 
@@ -130,7 +131,7 @@ def train_on_machines(folder: Path, machines: Sequence[Machine], batch_size: int
     outputs = finish(commands)
     assert "report written" in outputs[0]
     assert not outputs[1].strip()
-    assert not list(folder.glob("machine-*/nvme/*"))
+    assert [leftovers(nvme) for nvme in folder.glob("machine-*/nvme")] == [[]] * len(machines)
     assert len(list(folder.glob("machine-*/cache/**/tokens/*"))) == len(machines)
     result: Report = json.loads(report.read_text(encoding="utf-8"))
     return result

@@ -62,9 +62,16 @@ class Commits:
         What is taken when the next training forward begins; returns None once the run is gone. Given whether a forward
         begins.
     sequence, step : int
-        Of the newest commit.
+        Of the commit that the run goes on from.
     in_background : bool
         Use a thread; otherwise a commit is made when it is waited for.
+
+    Attributes
+    ----------
+    step, sequence : int
+        Of the newest commit.
+    may_be_needed : bool
+        Whether some rank may have committed a step: what lies on files must then outlive the run.
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class Commits:
     ) -> None:
         self.step = step
         self.sequence = sequence
+        self.may_be_needed = step > 0
         self._journal = journal
         self._slots = slots
         self._agreement = agreement
@@ -96,6 +104,7 @@ class Commits:
     def begin(self, step: int, state: dict[str, Any]) -> None:
         """The writes of a step are done: make it durable. `state` was taken when `step()` was called."""
         self.settle()
+        self.may_be_needed = True
         late = self._take_late(False) or {}
         commit = _Commit(self.sequence + 1, step, self._slots.state(), {**state, **late})
         self._pending = commit
@@ -151,6 +160,7 @@ class Commits:
 
     def fail(self) -> None:
         """Let the other ranks, which may wait for it, know that this one could not finish its step."""
+        self.may_be_needed = True
         # They may come late or never, so nobody here waits for them.
         threading.Thread(target=self._say_failed, name="zerooffload-commit", daemon=True).start()
 

@@ -207,7 +207,7 @@ class Resources:
                 commits.close()
         finally:
             if commits is not None and self.nvme is not None:
-                if commits.step:
+                if commits.may_be_needed:
                     self.nvme.keeps_files = True
                 elif not self.nvme.keeps_files:
                     forget_run([directory.path for directory in self.nvme.directories])

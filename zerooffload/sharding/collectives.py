@@ -84,8 +84,9 @@ class _AloneAgreement:
 class _GroupAgreement:
     """Over a gloo group of its own, whose order of collectives nothing else disturbs."""
 
-    def __init__(self, global_ranks: list[int]) -> None:
+    def __init__(self, global_ranks: list[int], who_is_gone: Callable[[], str]) -> None:
         self._group = dist.new_group(global_ranks, backend="gloo", use_local_synchronization=True)
+        self._who_is_gone = who_is_gone
 
     def least(self, mine: int) -> int:
         """See `StepAgreement`."""
@@ -93,7 +94,7 @@ class _GroupAgreement:
         try:
             dist.all_reduce(number, dist.ReduceOp.MIN, group=self._group)
         except RuntimeError as error:
-            raise RankError(f"a rank is gone, or does not answer ({error})") from error
+            raise RankError(f"a step could not be committed: {self._who_is_gone()} ({error})") from error
         return int(number)
 
 
@@ -172,7 +173,7 @@ class GroupCollectives:
 
     def agreement(self) -> StepAgreement:
         """See `Collectives`."""
-        return _GroupAgreement(self._global_ranks)
+        return _GroupAgreement(self._global_ranks, self._who_is_gone)
 
     def report_to(self, recorder: Recorder) -> None:
         """See `Collectives`."""
