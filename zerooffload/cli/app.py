@@ -40,7 +40,7 @@ def _ends_for_users(context: typer.Context) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("interrupted: ended cleanly, nothing of the run is left on the nvme tier", file=sys.stderr)
+        print("interrupted: ended cleanly; steps that were committed can be resumed", file=sys.stderr)
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except InternalError:
         raise
@@ -68,22 +68,47 @@ def _options(
     """Options before the command; they are read from the context."""
 
 
+_Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a setting; may be given several times."),
+]
+_Report = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the run's account there.")]
+_Endurance = Annotated[
+    float | None,
+    typer.Option(metavar="TBW", min=0.0, help="Terabytes that the nvme drives bear: tell how long they will last."),
+]
+
+
 @app.command()
 def train(
     context: typer.Context,
     recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="FILE.toml")],
     *,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a setting; may be given several times."),
-    ] = None,
-    report: Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the run's account there.")] = None,
+    set_: _Settings = None,
+    report: _Report = None,
+    drive_endurance_tbw: _Endurance = None,
 ) -> None:
     """Fine-tune a causal language model as a recipe says."""
-    from zerooffload.cli.train import train_by_recipe  # noqa: PLC0415 - imports torch
+    from zerooffload.cli.train import Outputs, train_by_recipe  # noqa: PLC0415 - imports torch
 
     with _ends_for_users(context):
-        train_by_recipe(recipe, set_ or [], report)
+        train_by_recipe(recipe, set_ or [], Outputs(report, drive_endurance_tbw))
+
+
+@app.command()
+def resume(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Argument(help="The first nvme path of a run.", metavar="DIR")],
+    *,
+    set_: _Settings = None,
+    report: _Report = None,
+    drive_endurance_tbw: _Endurance = None,
+) -> None:
+    """Go on with a run of `train` from the last step that it committed, after a crash or an interruption."""
+    from zerooffload.cli.train import Outputs, resume_in  # noqa: PLC0415 - imports torch
+
+    with _ends_for_users(context):
+        resume_in(folder, set_ or [], Outputs(report, drive_endurance_tbw))
 
 
 @app.command()
@@ -94,12 +119,16 @@ def doctor(
         list[Path] | None,
         typer.Option(metavar="FOLDER", help="A folder for the nvme tier; may be given several times."),
     ] = None,
+    verify: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="DIR", help="Compare the run in an nvme path with its checksums; give all its paths."),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Tell what this machine offers, what is in use and why, and what to do about it."""
     from zerooffload.cli.doctor import print_findings  # noqa: PLC0415 - imports torch
 
     with _ends_for_users(context):
-        has_problem = print_findings(path or [], as_json=json)
+        has_problem = print_findings(path or [], verify or [], as_json=json)
     if has_problem:
         raise typer.Exit(EXIT_FOUND_PROBLEM)

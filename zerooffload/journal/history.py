@@ -47,8 +47,13 @@ class History:
         return self.manifest.run, {record.sequence: record.step for record in self.records.values()}
 
 
-def read_history(directories: Sequence[Path]) -> History:
+def read_history(directories: Sequence[Path], *, all_paths: bool = True) -> History:
     """Read the manifests and records of a rank's directories.
+
+    Parameters
+    ----------
+    all_paths : bool
+        Demand that every path of the run is there, and is told once.
 
     Raises
     ------
@@ -70,7 +75,9 @@ def read_history(directories: Sequence[Path]) -> History:
     if any(manifest.run != first.run for manifest in manifests):
         raise CheckpointError(f"{', '.join(map(str, directories))} hold files of different runs")
     order = tuple(manifest.path for manifest in manifests)
-    if sorted(order) != list(range(first.num_paths)):
+    if not all_paths and 0 not in order:
+        return History(first, order=order)
+    if all_paths and sorted(order) != list(range(first.num_paths)):
         raise CheckpointError(
             f"the run in {', '.join(map(str, directories))} has {first.num_paths} paths: name each of them once"
         )

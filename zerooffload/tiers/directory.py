@@ -12,6 +12,17 @@ from pathlib import Path
 from zerooffload.errors import ConfigError, TierIOError
 
 
+def rank_directory(user_path: Path, rank: int) -> Path:
+    """Where a rank's files lie in a user's folder."""
+    return user_path / "zerooffload" / f"rank-{rank:05d}"
+
+
+def rank_directories(user_path: Path) -> list[int]:
+    """The ranks that have a directory in a user's folder."""
+    found = (user_path / "zerooffload").glob("rank-*")
+    return [int(number) for path in found if (number := path.name.removeprefix("rank-")).isdigit()]
+
+
 class RunDirectory:
     """`<user's path>/zerooffload/rank-<rank>`, mode 0700, locked while it is open.
 
@@ -27,8 +38,8 @@ class RunDirectory:
     def __init__(self, user_path: Path, rank: int = 0) -> None:
         if not user_path.is_dir():
             raise ConfigError(f"nvme path {user_path} is not a folder: create it, or name one on the drive")
-        self._parent = user_path / "zerooffload"
-        self.path = self._parent / f"rank-{rank:05d}"
+        self.path = rank_directory(user_path, rank)
+        self._parent = self.path.parent
         self._lock_path = self.path / "lock"
         try:
             self._parent.mkdir(mode=0o700, exist_ok=True)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -159,14 +159,47 @@ class Windows:
         return batch[:, :-1], batch[:, 1:]
 
 
-def batches(num_windows: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Window indices, batch by batch, without end: each epoch goes through all windows in an order of its own."""
-    waiting: list[int] = []
-    epoch = 0
-    while True:
-        while len(waiting) < batch_size:
-            generator = np.random.default_rng([seed, epoch])
-            waiting += generator.permutation(num_windows).tolist()
-            epoch += 1
-        yield waiting[:batch_size]
-        waiting = waiting[batch_size:]
+class BatchOrder:
+    """Window indices, batch by batch, without end: each epoch goes through all windows in an order of its own.
+
+    Its state is how many batches were drawn.
+    """
+
+    def __init__(self, num_windows: int, batch_size: int, seed: int) -> None:
+        self._num_windows = num_windows
+        self._batch_size = batch_size
+        self._seed = seed
+        self._num_drawn = 0
+        self._epoch = 0
+        self._waiting: list[int] = []
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> list[int]:
+        while len(self._waiting) < self._batch_size:
+            self._waiting += self._epoch_order(self._epoch)
+            self._epoch += 1
+        drawn, self._waiting = self._waiting[: self._batch_size], self._waiting[self._batch_size :]
+        self._num_drawn += 1
+        return drawn
+
+    def state_dict(self) -> dict[str, int]:
+        """The position."""
+        return {"num_drawn": self._num_drawn}
+
+    def load_state_dict(self, state_dict: dict[str, int], /) -> None:
+        """Go on from a position."""
+        self._begin(state_dict["num_drawn"])
+
+    def _begin(self, num_drawn: int) -> None:
+        self._num_drawn = num_drawn
+        self._epoch, first = divmod(num_drawn * self._batch_size, self._num_windows)
+        self._waiting = []
+        if first:
+            self._waiting = self._epoch_order(self._epoch)[first:]
+            self._epoch += 1
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        order: list[int] = np.random.default_rng([self._seed, epoch]).permutation(self._num_windows).tolist()
+        return order

@@ -18,10 +18,11 @@ from zerooffload.integrations.huggingface import ModelSource, build_model, load_
 from zerooffload.integrations.huggingface.tokenizers import BYTES
 from zerooffload.planner.activations import ActivationForecast, predict_activation_bytes
 from zerooffload.telemetry import StepReport, process_peak_bytes
-from zerooffload.train.data import Windows, batches, open_tokens
+from zerooffload.train.data import BatchOrder, Windows, open_tokens
 from zerooffload.train.process import give_freed_memory_back, resident_bytes_trimmed, warm_up
 from zerooffload.train.ranks import Ranks, joined_ranks
 from zerooffload.train.recipe import Recipe, cache_folder
+from zerooffload.train.resume import TRACKED_NAME, RecordedRecipe
 from zerooffload.train.schedule import lr_factor
 
 
@@ -70,6 +71,9 @@ class Observer:
     def doing(self, what: str) -> None:
         """A part of the run that shows no steps begins."""
 
+    def resumed(self, num_done: int) -> None:
+        """Training goes on behind step `num_done`."""
+
     def announced(self, result: TrainingResult) -> None:
         """The model is on its tiers; training begins."""
 
@@ -80,8 +84,13 @@ class Observer:
         """A step is done."""
 
 
-def train(recipe: Recipe, observer: Observer | None = None) -> TrainingResult:
-    """Train as the recipe says. Whatever ends it, the tiers are left empty.
+def train(recipe: Recipe, observer: Observer | None = None, *, resume: bool = False) -> TrainingResult:
+    """Train as the recipe says. Whatever ends it, the tiers are left empty, but for steps that were committed.
+
+    Parameters
+    ----------
+    resume : bool
+        Go on from the newest step that the nvme paths hold.
 
     Under torchrun every rank calls it, trains on batches of its own, and keeps its shard of every state.
 
@@ -112,59 +121,101 @@ def train(recipe: Recipe, observer: Observer | None = None) -> TrainingResult:
     model = load_model(source, config)
     with joined_ranks(recipe.training.rank_timeout_seconds) as ranks, _offloaded(model, recipe):
         observer.announced(result)
-        _run(model, windows, result, observer, ranks)
+        _run(_Loop(model, windows, recipe, ranks), result, observer, resume=resume)
         result.process_peak_bytes = process_peak_bytes()
     return result
 
 
-def _run(model: nn.Module, windows: Windows, result: TrainingResult, observer: Observer, ranks: Ranks) -> None:
-    """Evaluate, train, evaluate."""
-    if windows.num_heldout:
-        observer.doing("evaluating")
-        result.heldout_before = evaluate(model, windows, result.recipe.training.batch_size)
-        observer.evaluated("before training", result.heldout_before)
-    for record in _steps(model, windows, result.recipe, ranks):
+def _run(loop: _Loop, result: TrainingResult, observer: Observer, *, resume: bool) -> None:
+    """Evaluate, train, evaluate; a run that goes on was evaluated before."""
+    if resume:
+        observer.doing("verifying what was committed")
+        loop.resume()
+        observer.resumed(loop.num_done)
+    else:
+        result.heldout_before = loop.evaluate(observer, "before training")
+    for record in loop.steps():
         result.steps.append(record)
         observer.finished_step(record)
-    if windows.num_heldout:
+    result.heldout_after = loop.evaluate(observer, "after training")
+
+
+class _Loop:
+    """What a run trains with; its states are committed with every step, where the placement allows it."""
+
+    def __init__(self, model: nn.Module, windows: Windows, recipe: Recipe, ranks: Ranks) -> None:
+        training = recipe.training
+        self.num_done = 0
+        self._model = model
+        self._windows = windows
+        self._recipe = recipe
+        self._ranks = ranks
+        self._optimizer = recipe.optimizer.make(model.parameters())
+        self._scaler = zo.GradScaler(enabled=recipe.offload.compute_dtype == "fp16")
+        self._schedule = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: lr_factor(recipe.schedule, step, training.steps)
+        )
+        self._order = BatchOrder(windows.num_training, training.batch_size, training.seed)
+        zo.track(
+            model,
+            schedule=self._schedule,
+            scaler=self._scaler,
+            order=self._order,
+            **{TRACKED_NAME: RecordedRecipe(recipe)},
+        )
+
+    def resume(self) -> None:
+        """Go on from what the nvme paths hold."""
+        num_steps = self._recipe.training.steps
+        if not zo.resume(self._model, self._optimizer):
+            raise ConfigError("there is no finished step to go on from: start with zerooffload train")
+        # Not the optimizer's steps: those that a scaler skipped count too.
+        self.num_done = self._schedule.last_epoch
+        if self.num_done >= num_steps:
+            raise ConfigError(
+                f"the run has done {self.num_done} of its {num_steps} steps:"
+                f" to train longer, raise them with --set training.steps={self.num_done + num_steps}"
+            )
+
+    def evaluate(self, observer: Observer, when: str) -> float | None:
+        """The held-out loss; None if nothing is held out."""
+        if not self._windows.num_heldout:
+            return None
         observer.doing("evaluating")
-        result.heldout_after = evaluate(model, windows, result.recipe.training.batch_size)
-        observer.evaluated("after training", result.heldout_after)
+        loss = evaluate(self._model, self._windows, self._recipe.training.batch_size)
+        observer.evaluated(when, loss)
+        return loss
 
+    def steps(self) -> Iterator[StepRecord]:
+        """Train; what is yielded is done."""
+        for step in range(self.num_done + 1, self._recipe.training.steps + 1):
+            yield self._step(step)
 
-def _steps(model: nn.Module, windows: Windows, recipe: Recipe, ranks: Ranks) -> Iterator[StepRecord]:
-    training = recipe.training
-    optimizer = recipe.optimizer.make(model.parameters())
-    scaler = zo.GradScaler(enabled=recipe.offload.compute_dtype == "fp16")
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_factor(recipe.schedule, step, training.steps)
-    )
-    order = batches(windows.num_training, training.batch_size, training.seed)
-    for step in range(1, training.steps + 1):
+    def _step(self, step: int) -> StepRecord:
+        model, training, ranks = self._model, self._recipe.training, self._ranks
         begin = time.perf_counter()
-        lr = float(optimizer.param_groups[0]["lr"])
+        lr = float(self._optimizer.param_groups[0]["lr"])
         loss = 0.0
         for _ in range(training.accumulation_steps):
             # The ranks' batches follow one another in the order that one rank would take them in.
-            mine = [next(order) for _ in range(ranks.world_size)][ranks.rank]
-            micro_loss = next_token_loss(model, *windows.training(mine)) / training.accumulation_steps
-            scaler.scale(micro_loss).backward()
+            mine = [next(self._order) for _ in range(ranks.world_size)][ranks.rank]
+            micro_loss = next_token_loss(model, *self._windows.training(mine)) / training.accumulation_steps
+            self._scaler.scale(micro_loss).backward()
             loss += micro_loss.item()
         norm = None
         if training.max_grad_norm is not None:
-            scaler.unscale_(optimizer)
+            self._scaler.unscale_(self._optimizer)
             norm = float(zo.clip_grad_norm_(model, training.max_grad_norm))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        schedule.step()
-        seconds = time.perf_counter() - begin
-        yield StepRecord(
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._optimizer.zero_grad()
+        self._schedule.step()
+        return StepRecord(
             step=step,
             loss=ranks.mean(loss),
             lr=lr,
             grad_norm=norm,
-            seconds=seconds,
+            seconds=time.perf_counter() - begin,
             tokens=training.tokens_per_step * ranks.world_size,
             report=zo.step_report(model),
         )

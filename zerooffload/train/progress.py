@@ -11,7 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from zerooffload.formats import format_bytes, format_seconds
 from zerooffload.train.loop import Observer, StepRecord, TrainingResult
 
-_FIELDS = "loss {task.fields[loss]} | {task.fields[speed]} tokens/s | {task.fields[moved]} moved"
+_FIELDS = (
+    "loss {task.fields[loss]} | {task.fields[speed]} tokens/s | {task.fields[moved]} moved | {task.fields[written]}"
+)
 
 
 class ProgressBar(Observer):
@@ -46,6 +48,10 @@ class ProgressBar(Observer):
         )
         self._num_steps = training.steps
 
+    def resumed(self, num_done: int) -> None:
+        """A line."""
+        self._console.print(f"going on behind step {num_done}", highlight=False)
+
     def evaluated(self, when: str, loss: float) -> None:
         """A line."""
         self._console.print(f"held-out loss {when}: {loss:.4f}", highlight=False)
@@ -57,12 +63,13 @@ class ProgressBar(Observer):
             "loss": f"{record.loss:.4f}",
             "speed": f"{record.tokens / record.seconds:.0f}",
             "moved": format_bytes(self._moved_bytes),
+            "written": f"{format_bytes(record.report.bytes_moved.get('nvme_written', 0))} written a step",
         }
         if not self._console.is_terminal:
             left = format_seconds((self._num_steps - record.step) * record.seconds)
             self._console.print(
                 f"step {record.step}/{self._num_steps} | loss {fields['loss']} | {fields['speed']} tokens/s"
-                f" | {fields['moved']} moved | {left} left",
+                f" | {fields['moved']} moved | {fields['written']} | {left} left",
                 highlight=False,
             )
             return

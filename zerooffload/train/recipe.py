@@ -193,8 +193,8 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"cannot read the recipe {path}: {error}") from error
-    for override in overrides:
-        _override(values, override)
+    for text in overrides:
+        override(values, text)
     return recipe_from(values, str(path))
 
 
@@ -220,17 +220,24 @@ def recipe_from(values: Mapping[str, Any], whose: str = "recipe") -> Recipe:
         raise ConfigError(f"{whose}: [offload]: {error}") from None
 
 
-def _override(values: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
+def override(values: dict[str, Any], setting: str) -> None:
+    """Replace what `setting`, a text such as "training.steps=100", names in the values of a recipe.
+
+    Raises
+    ------
+    ConfigError
+        If it is no such text.
+    """
+    name, equals, text = setting.partition("=")
     section, dot, key = name.strip().partition(".")
     if not (equals and dot and section and key):
-        raise ConfigError(f"--set {override}: expected section.key=value, such as training.steps=100")
+        raise ConfigError(f"--set {setting}: expected section.key=value, such as training.steps=100")
     *folders, last = key.split(".")
     target = values.setdefault(section, {})
     for folder in folders:
         target = target.setdefault(folder, {}) if isinstance(target, dict) else target
     if not isinstance(target, dict):
-        raise ConfigError(f"--set {override}: {name.strip().rpartition('.')[0]} is no table")
+        raise ConfigError(f"--set {setting}: {name.strip().rpartition('.')[0]} is no table")
     target[last] = _toml_value(text.strip())
 
 

@@ -15,7 +15,7 @@ import torch
 from zerooffload import __version__, native
 from zerooffload.errors import ConfigError
 from zerooffload.train.loop import TrainingResult
-from zerooffload.train.summary import memory_account, seconds_by_cause, settled_steps
+from zerooffload.train.summary import memory_account, seconds_by_cause, settled_steps, wear
 
 
 def run_report(result: TrainingResult) -> dict[str, Any]:
@@ -44,6 +44,7 @@ def run_report(result: TrainingResult) -> dict[str, Any]:
         "leased_bytes": account.leased_bytes,
         "activations_predicted_bytes": account.activations_bytes,
         "nvme_read_bytes": sum(entry.get("nvme_read", 0) for entry in moved),
+        "nvme_written_bytes_per_step": wear(settled_steps(records), 0.0).bytes_per_step,
         "nvme_written_bytes": sum(entry.get("nvme_written", 0) for entry in moved),
         "seconds": seconds_by_cause(settled_steps(records)),
         "seconds_steps": len(settled_steps(records)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group
@@ -73,7 +73,30 @@ def settled_steps(steps: list[StepRecord]) -> list[StepRecord]:
     return steps[1:] or steps
 
 
-def print_summary(console: Console, result: TrainingResult) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Wear:
+    """What a run writes to the drives.
+
+    Attributes
+    ----------
+    bytes_per_step : float
+    days : float, optional
+        How long drives of the given endurance bear that, if training never stops; None if nothing is written.
+    """
+
+    bytes_per_step: float
+    days: float | None
+
+
+def wear(steps: Sequence[StepRecord], endurance_tbw: float) -> Wear:
+    """The wear of drives that bear `endurance_tbw` times 10^12 bytes together."""
+    written = sum(record.report.bytes_moved.get("nvme_written", 0) for record in steps)
+    seconds = sum(record.report.seconds for record in steps)
+    days = endurance_tbw * 1e12 / (written / seconds) / 86_400 if written else None
+    return Wear(bytes_per_step=written / len(steps), days=days)
+
+
+def print_summary(console: Console, result: TrainingResult, *, endurance_tbw: float | None = None) -> None:
     """Tables of a run that finished a step."""
     steps = settled_steps(result.steps)
     console.print(
@@ -83,6 +106,15 @@ def print_summary(console: Console, result: TrainingResult) -> None:
             _time_table(steps),
         )
     )
+    if endurance_tbw is not None:
+        console.print(_wear_line(wear(steps, endurance_tbw), endurance_tbw), highlight=False)
+
+
+def _wear_line(found: Wear, endurance_tbw: float) -> str:
+    written = f"{format_bytes(int(found.bytes_per_step))} written to nvme a step"
+    if found.days is None:
+        return written
+    return f"{written}: drives of {endurance_tbw:g} TBW last {found.days:,.0f} days of training without a pause"
 
 
 def _tier_table(tiers: Iterable[TierUsage]) -> Table:

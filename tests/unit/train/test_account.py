@@ -130,7 +130,7 @@ def test_without_a_terminal_each_step_is_a_line(result: TrainingResult) -> None:
                 bar.finished_step(record)
 
     text = shown(draw)
-    assert "step 1/3 | loss 2.0000 | 32 tokens/s | 5.00 MiB moved | 4.00 s left" in text
+    assert "step 1/3 | loss 2.0000 | 32 tokens/s | 5.00 MiB moved | 2.00 MiB written a step | 4.00 s left" in text
     assert "step 3/3 | loss 0.0000 | 32 tokens/s | 15.00 MiB moved" in text
 
 

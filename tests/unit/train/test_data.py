@@ -10,7 +10,7 @@ import pytest
 from zerooffload import ConfigError
 from zerooffload.integrations.huggingface import ByteTokenizer
 from zerooffload.train import data
-from zerooffload.train.data import Windows, batches, open_tokens
+from zerooffload.train.data import BatchOrder, Windows, open_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,13 +134,24 @@ def test_too_little_text_is_refused() -> None:
 
 
 def test_an_epoch_has_each_window_once_in_an_order_of_its_own() -> None:
-    drawn = [index for batch in islice(batches(7, 2, seed=1), 14) for index in batch]
+    drawn = [index for batch in islice(BatchOrder(7, 2, seed=1), 14) for index in batch]
     epochs = [drawn[start : start + 7] for start in range(0, 28, 7)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) > 1
 
 
 def test_the_order_follows_the_seed() -> None:
-    first, again, other = (list(islice(batches(20, 4, seed), 10)) for seed in (3, 3, 4))
+    first, again, other = (list(islice(BatchOrder(20, 4, seed), 10)) for seed in (3, 3, 4))
     assert first == again
     assert first != other
+
+
+@pytest.mark.parametrize(("num_windows", "batch_size"), [(7, 2), (6, 2), (3, 5), (1, 4)])
+def test_an_order_goes_on_from_any_position(num_windows: int, batch_size: int) -> None:
+    whole = list(islice(BatchOrder(num_windows, batch_size, seed=1), 30))
+    for num_drawn in range(25):
+        before, after = (BatchOrder(num_windows, batch_size, seed=1) for _ in range(2))
+        for _ in range(num_drawn):
+            next(before)
+        after.load_state_dict(before.state_dict())
+        assert list(islice(after, 5)) == whole[num_drawn : num_drawn + 5]

@@ -11,7 +11,7 @@ import zerooffload as zo
 from zerooffload import BudgetError, ConfigError
 from zerooffload.integrations.huggingface import ByteTokenizer, ModelSource, load_model
 from zerooffload.train import loop, train
-from zerooffload.train.data import Windows, batches, open_tokens
+from zerooffload.train.data import BatchOrder, Windows, open_tokens
 from zerooffload.train.loop import Observer, StepRecord, evaluate, next_token_loss
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def in_plain_torch(recipe: Recipe, cache: Path) -> tuple[list[float], float, flo
     tokens = open_tokens(recipe.data.path, "text", ByteTokenizer(), cache)
     windows = Windows(tokens, training.sequence_length, training.evaluation_windows)
     optimizer = torch.optim.AdamW(model.parameters(), **settings.settings())
-    order = batches(windows.num_training, training.batch_size, training.seed)
+    order = BatchOrder(windows.num_training, training.batch_size, training.seed)
     before = evaluate(model, windows, training.batch_size)
     losses = []
     for _ in range(training.steps):
