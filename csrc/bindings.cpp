@@ -12,8 +12,10 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -21,8 +23,10 @@
 #include "base/dtype.hpp"
 #include "base/thread_pool.hpp"
 #include "cpu/target.hpp"
+#include "io/engine.hpp"
 #include "io/failure.hpp"
 #include "io/thread_engine.hpp"
+#include "io/uring_engine.hpp"
 #include "optim/gradients.hpp"
 #include "optim/master_weights.hpp"
 #include "optim/step.hpp"
@@ -163,22 +167,28 @@ void bind_kernels(nb::module_& m) {
 // --- I/O
 // -------------------------------------------------------------------------------------------------------------
 
-io::Ticket submit(io::ThreadEngine& engine, io::Operation operation, int fd, std::int64_t offset,
-                  Address address, std::int64_t nbytes) {
+io::Ticket submit(io::Engine& engine, io::Operation operation, int fd, std::int64_t offset, Address address,
+                  std::int64_t nbytes) {
   return engine.submit(operation, io::Extent{fd, offset, at<std::byte>(address), nbytes});
 }
 
 // In slices, so that Ctrl-C is answered although the disk is not. The ticket then stays valid: its transfer
 // is still under way, and whoever cleans up waits for it again.
-void wait(io::ThreadEngine& engine, io::Ticket ticket) {
+bool wait(io::Engine& engine, io::Ticket ticket, double timeout_seconds) {
+  using Clock = std::chrono::steady_clock;
   constexpr std::chrono::milliseconds kSlice{100};
+  const std::chrono::duration<double> timeout{timeout_seconds};
+  const Clock::time_point start = Clock::now();
   for (;;) {
     {
       const nb::gil_scoped_release released;
-      if (engine.wait_for(ticket, kSlice)) {
+      const std::chrono::duration<double> left = timeout - (Clock::now() - start);
+      const auto slice = left < kSlice ? std::chrono::ceil<std::chrono::milliseconds>(left) : kSlice;
+      if (engine.wait_for(ticket, slice)) {
         engine.wait(ticket);
-        return;
+        return true;
       }
+      if (left <= kSlice) return false;
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   }
@@ -205,6 +215,8 @@ void translate(const std::exception_ptr& error, void*) {
     raise_io_failure(failure);
   } catch (const io::UnknownTicket& unknown) {
     PyErr_SetString(PyExc_KeyError, unknown.what());
+  } catch (const std::system_error& refused) {
+    PyErr_SetObject(PyExc_OSError, nb::make_tuple(refused.code().value(), refused.what()).ptr());
   }
 }
 
@@ -219,38 +231,54 @@ void bind_io(nb::module_& m) {
   m.attr("IoFailure") = nb::handle(io_failure_type);
   nb::register_exception_translator(translate, nullptr);
 
-  nb::class_<io::ThreadEngine>(m, "ThreadEngine", "pread and pwrite on threads of its own.")
-      .def(
-          "__init__",
-          [](io::ThreadEngine* self, int num_threads) { new (self) io::ThreadEngine(num_threads); },
-          "num_threads"_a)
+  nb::class_<io::Engine>(m, "Engine", "Moves bytes between files and memory.")
       .def(
           "submit_read",
-          [](io::ThreadEngine& engine, int fd, std::int64_t offset, Address address, std::int64_t nbytes) {
+          [](io::Engine& engine, int fd, std::int64_t offset, Address address, std::int64_t nbytes) {
             return submit(engine, io::Operation::kRead, fd, offset, address, nbytes);
           },
           "fd"_a, "offset"_a, "address"_a, "nbytes"_a, ReleaseGil(), "Queues a read; returns its ticket.")
       .def(
           "submit_write",
-          [](io::ThreadEngine& engine, int fd, std::int64_t offset, Address address, std::int64_t nbytes) {
+          [](io::Engine& engine, int fd, std::int64_t offset, Address address, std::int64_t nbytes) {
             return submit(engine, io::Operation::kWrite, fd, offset, address, nbytes);
           },
           "fd"_a, "offset"_a, "address"_a, "nbytes"_a, ReleaseGil(), "Queues a write; returns its ticket.")
       .def(
           "submit_flush",
-          [](io::ThreadEngine& engine, int fd) {
-            return engine.submit(io::Operation::kFlush, io::Extent{fd, 0, nullptr, 0});
-          },
+          [](io::Engine& engine, int fd) { return submit(engine, io::Operation::kFlush, fd, 0, 0, 0); },
           "fd"_a, ReleaseGil(), "Queues a flush; returns its ticket.")
-      .def("wait", &wait, "ticket"_a, "Waits for a ticket, exactly once; raises IoFailure.")
+      .def("wait", &wait, "ticket"_a, "timeout_seconds"_a = std::numeric_limits<double>::infinity(),
+           "Waits for a ticket; when its transfer is over, forgets it, and raises IoFailure if it failed.")
       .def(
           "done",
-          [](io::ThreadEngine& engine, io::Ticket ticket) {
+          [](io::Engine& engine, io::Ticket ticket) {
             return engine.wait_for(ticket, std::chrono::milliseconds{0});
           },
           "ticket"_a, ReleaseGil(), "Whether a ticket's transfer is over; the ticket stays valid.")
-      .def("close", &io::ThreadEngine::close, ReleaseGil(),
-           "Finishes what was submitted and ends the threads.");
+      .def(
+          "register_memory",
+          [](io::Engine& engine, Address address, std::int64_t nbytes) {
+            return engine.register_memory(at<std::byte>(address), nbytes);
+          },
+          "address"_a, "nbytes"_a, ReleaseGil(),
+          "Lets the kernel keep the pages of a range; returns 0 or an errno.")
+      .def("close", &io::Engine::close, ReleaseGil(), "Finishes what was submitted and ends the threads.");
+
+  nb::class_<io::ThreadEngine, io::Engine>(m, "ThreadEngine", "pread and pwrite on threads of its own.")
+      .def(
+          "__init__",
+          [](io::ThreadEngine* self, int num_threads, std::int64_t piece_nbytes) {
+            new (self) io::ThreadEngine(num_threads, piece_nbytes);
+          },
+          "num_threads"_a, "piece_nbytes"_a = io::kMostPieceNbytes);
+  nb::class_<io::UringEngine, io::Engine>(m, "UringEngine", "io_uring, by one thread of its own.")
+      .def(
+          "__init__",
+          [](io::UringEngine* self, int num_entries, std::int64_t piece_nbytes) {
+            new (self) io::UringEngine(num_entries, piece_nbytes);
+          },
+          "num_entries"_a, "piece_nbytes"_a);
 }
 
 }  // namespace

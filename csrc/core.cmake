@@ -31,9 +31,13 @@ target_compile_options(zerooffload_options INTERFACE ${ZEROOFFLOAD_WARNINGS})
 add_library(zerooffload_core STATIC
   ${ZEROOFFLOAD_CSRC}/base/thread_pool.cpp
   ${ZEROOFFLOAD_CSRC}/cpu/target.cpp
+  ${ZEROOFFLOAD_CSRC}/io/engine.cpp
   ${ZEROOFFLOAD_CSRC}/io/failure.cpp
+  ${ZEROOFFLOAD_CSRC}/io/kernel_ring.cpp
+  ${ZEROOFFLOAD_CSRC}/io/request.cpp
   ${ZEROOFFLOAD_CSRC}/io/thread_engine.cpp
   ${ZEROOFFLOAD_CSRC}/io/transfer.cpp
+  ${ZEROOFFLOAD_CSRC}/io/uring_engine.cpp
   ${ZEROOFFLOAD_CSRC}/optim/gradients.cpp
   ${ZEROOFFLOAD_CSRC}/optim/launch.cpp
   ${ZEROOFFLOAD_CSRC}/optim/master_weights.cpp

@@ -158,17 +158,15 @@ class IoFailure(Exception):  # noqa: N818 - a request failed; the error for user
     length: int
     transferred: int
 
-@final
-class ThreadEngine:
-    """Moves bytes between files and memory with pread and pwrite, on threads of its own.
+class Engine:
+    """Moves bytes between files and memory, and makes them durable.
 
-    Buffer and descriptor of a request must stay valid until its ticket was waited for or `close` returned.
-    Nothing orders two requests but waiting. Interruptions and short transfers are resumed; under O_DIRECT the
-    rest of a short transfer may be refused by the kernel, which is reported as EINVAL. In a forked child
-    every call but `close` raises RuntimeError.
+    Buffer and descriptor of a request must stay valid until its ticket was waited for or `close` returned. Large
+    requests are cut into pieces. Nothing orders two requests but waiting. Interruptions and short transfers are
+    resumed; under O_DIRECT the rest of a short transfer may be refused by the kernel, which is reported as EINVAL.
+    In a forked child every call but `close` raises RuntimeError.
     """
 
-    def __init__(self, num_threads: int) -> None: ...
     def submit_read(self, fd: int, offset: int, address: int, nbytes: int) -> int:
         """Queue a read into memory and return its ticket at once; RuntimeError after `close`."""
     def submit_write(self, fd: int, offset: int, address: int, nbytes: int) -> int:
@@ -178,12 +176,30 @@ class ThreadEngine:
 
         What was written to the file before this call is durable once the ticket is over without a failure.
         """
-    def wait(self, ticket: int) -> None:
-        """Wait for a ticket, exactly once: IoFailure if its transfer failed, KeyError for an unknown ticket.
+    def wait(self, ticket: int, timeout_seconds: float = ...) -> bool:
+        """Wait for a ticket, and once it is over forget it; return whether it is, after this time at most.
 
-        If a signal handler raises (Ctrl-C), the ticket stays valid: the transfer is still under way.
+        IoFailure if its transfer failed, KeyError for an unknown ticket. If it is not over, or a signal handler
+        raises (Ctrl-C), the ticket stays valid: the transfer is still under way.
         """
     def done(self, ticket: int) -> bool:
         """Whether a ticket's transfer is over; the ticket stays valid. KeyError for an unknown one."""
+    def register_memory(self, address: int, nbytes: int) -> int:
+        """Let the kernel keep the pages of a range until `close`; return 0, or an errno if it cannot.
+
+        The range must not be unmapped, emptied or remapped before: I/O would go to the old pages and report success.
+        """
     def close(self) -> None:
         """Finish what was submitted and end the threads. Tickets can still be waited for. Idempotent."""
+
+@final
+class ThreadEngine(Engine):
+    """pread, pwrite and fdatasync, one piece at a time on each of its threads."""
+
+    def __init__(self, num_threads: int, piece_nbytes: int = ...) -> None: ...
+
+@final
+class UringEngine(Engine):
+    """io_uring, used by one thread that sleeps in the kernel; OSError where that is not to be had."""
+
+    def __init__(self, num_entries: int, piece_nbytes: int) -> None: ...

@@ -10,6 +10,8 @@ import pytest
 
 n = pytest.importorskip("zerooffload._native")
 
+ENGINES = ["ThreadEngine(2)", "UringEngine(8, 4096)"]
+
 
 def in_new_process(script: str, **variables: str) -> str:
     done = subprocess.run(
@@ -73,11 +75,22 @@ assert works()
     in_new_process(script)
 
 
-def test_an_engine_is_refused_in_a_forked_child() -> None:
-    script = """
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    """The text that makes one."""
+    if request.param.startswith("Uring"):
+        try:
+            n.UringEngine(1, 4096).close()
+        except OSError as error:
+            pytest.skip(f"no io_uring here: {error}")
+    return f"n.{request.param}"
+
+
+def test_an_engine_is_refused_in_a_forked_child(engine: str) -> None:
+    script = f"""
 import os, warnings
 warnings.simplefilter("ignore")
-engine = n.ThreadEngine(2)
+engine = {engine}
 ticket = engine.submit_read(0, 0, 0, 0)
 child = os.fork()
 if child == 0:
@@ -97,10 +110,10 @@ engine.wait(ticket)
     in_new_process(script)
 
 
-def test_the_interpreter_exits_in_silence_with_everything_alive() -> None:
-    script = """
+def test_the_interpreter_exits_in_silence_with_everything_alive(engine: str) -> None:
+    script = f"""
 import sys
-pool, engine = n.ThreadPool(2), n.ThreadEngine(2)
+pool, engine = n.ThreadPool(2), {engine}
 sys.modules["keep"] = (pool, engine)
 engine.submit_read(0, 0, 0, 0)
 """
