@@ -132,6 +132,10 @@ class SimulatedEngine:
 
         return self._ticket(happen)
 
+    def register(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - the protocol's
+        """There is no kernel here."""
+        return False
+
     def close(self) -> None:
         """What nobody has waited for is lost, unless a thread does it."""
         self._is_closed = True

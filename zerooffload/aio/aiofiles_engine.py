@@ -14,21 +14,25 @@ import aiofiles
 import torch
 
 from zerooffload.aio.api import OpenFile
-from zerooffload.errors import InternalError, TierIOError
+from zerooffload.aio.tickets import Operation, Ticket, refuse_in_child
+from zerooffload.errors import InternalError
 
 
-class AiofilesTicket:
+class AiofilesTicket(Ticket):
     """One operation on the loop; owns its buffer through the coroutine."""
 
-    def __init__(self, future: Future[None]) -> None:
+    def __init__(self, operation: Operation, future: Future[None]) -> None:
+        super().__init__(operation)
         self._future = future
 
-    def wait(self) -> None:
-        """Block; raise `TierIOError` for anything but a whole transfer."""
-        self._future.result()
+    def _ends_within(self, seconds: float) -> bool:
+        try:
+            self._future.result(seconds)
+        except TimeoutError:
+            return False
+        return True
 
-    def done(self) -> bool:
-        """Ask without blocking."""
+    def _has_ended(self) -> bool:
         return self._future.done()
 
 
@@ -42,22 +46,32 @@ class AiofilesEngine:
         self._thread = threading.Thread(target=self._loop.run_forever, name="zerooffload-aiofiles", daemon=True)
         self._thread.start()
         self._in_flight: set[Future[None]] = set()
+        self._owner = os.getpid()
 
     def submit_read(self, file: OpenFile, offset_bytes: int, target: torch.Tensor) -> AiofilesTicket:
         """See `Engine`."""
-        return self._submit(_transfer("read", file, offset_bytes, target))
+        operation = Operation("read", file.path, offset_bytes, target.numel())
+        return self._submit(operation, _transfer(operation, file, target))
 
     def submit_write(self, file: OpenFile, offset_bytes: int, source: torch.Tensor) -> AiofilesTicket:
         """See `Engine`."""
-        return self._submit(_transfer("write", file, offset_bytes, source))
+        operation = Operation("write", file.path, offset_bytes, source.numel())
+        return self._submit(operation, _transfer(operation, file, source))
 
     def submit_flush(self, file: OpenFile) -> AiofilesTicket:
         """See `Engine`."""
-        return self._submit(_flush(file))
+        operation = Operation("flush", file.path)
+        return self._submit(operation, _flush(operation, file))
+
+    def register(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - the protocol's
+        """See `Engine`; this one cannot."""
+        self._check_open()
+        return False
 
     def close(self) -> None:
         """See `Engine`."""
-        if self._loop.is_closed():
+        # The loop's descriptors are shared with the process that this one may have been forked from.
+        if self._loop.is_closed() or os.getpid() != self._owner:
             return
         for future in tuple(self._in_flight):
             future.exception()
@@ -65,17 +79,24 @@ class AiofilesEngine:
         self._thread.join()
         self._loop.close()
 
-    def _submit(self, work: Coroutine[Any, Any, None]) -> AiofilesTicket:
-        if self._loop.is_closed():
+    def _submit(self, operation: Operation, work: Coroutine[Any, Any, None]) -> AiofilesTicket:
+        try:
+            self._check_open()
+        except InternalError:
             work.close()
-            raise InternalError("the aiofiles engine is closed")
+            raise
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         self._in_flight.add(future)
         future.add_done_callback(self._in_flight.discard)
-        return AiofilesTicket(future)
+        return AiofilesTicket(operation, future)
+
+    def _check_open(self) -> None:
+        if self._loop.is_closed():
+            raise InternalError("the aiofiles engine is closed")
+        refuse_in_child(self._owner)
 
 
-async def _transfer(operation: str, file: OpenFile, offset_bytes: int, buffer: torch.Tensor) -> None:
+async def _transfer(operation: Operation, file: OpenFile, buffer: torch.Tensor) -> None:
     # A numpy array exposes the tensor's own memory, so nothing is copied on the way.
     view = memoryview(buffer.numpy().data)
     moved = 0
@@ -83,9 +104,9 @@ async def _transfer(operation: str, file: OpenFile, offset_bytes: int, buffer: t
         # An own open file description: concurrent transfers must not share a position. /proc/self/fd would do, but a
         # descriptor opened by path inherits nothing, O_DIRECT included, so it is asked for again.
         async with aiofiles.open(file.path, "r+b", buffering=0, opener=file.reopen) as stream:
-            await stream.seek(offset_bytes)
+            await stream.seek(operation.offset_bytes)
             while moved < len(view):
-                if operation == "read":
+                if operation.kind == "read":
                     count = await stream.readinto(view[moved:])
                 else:
                     count = await stream.write(view[moved:])
@@ -93,20 +114,13 @@ async def _transfer(operation: str, file: OpenFile, offset_bytes: int, buffer: t
                     raise OSError(errno.EIO, "end of file")  # noqa: TRY301 - becomes a TierIOError like the others
                 moved += count
     except OSError as error:
-        raise TierIOError(
-            operation,
-            file.path,
-            error.errno or errno.EIO,
-            offset_bytes=offset_bytes,
-            length_bytes=len(view),
-            transferred_bytes=moved,
-        ) from None
+        raise operation.failure(error.errno or errno.EIO, moved) from None
 
 
-async def _flush(file: OpenFile) -> None:
+async def _flush(operation: Operation, file: OpenFile) -> None:
     # Of the whole file, whichever descriptor its bytes came through.
     flush = getattr(os, "fdatasync", os.fsync)
     try:
         await asyncio.to_thread(flush, file.fd)
     except OSError as error:
-        raise TierIOError("flush", file.path, error.errno or errno.EIO) from None
+        raise operation.failure(error.errno or errno.EIO) from None

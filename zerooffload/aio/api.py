@@ -7,9 +7,12 @@
    done *before the flush was submitted* survive a power cut; a write still under way then may or may not. A flush that
    failed leaves it open which of them do, and is not to be repeated: the system tells of a lost write once, so the next
    flush may succeed and mean nothing. Write the bytes again.
-4. `close` finishes what was submitted.
+4. `register`, for memory that is used again and again, before its first use.
+5. `close` finishes what was submitted.
 
-A ticket owns its buffer: holding it keeps the buffer alive.
+A ticket owns its buffer: holding it keeps the buffer alive. Any thread may submit, and wait for tickets, but each
+ticket is waited for by one thread at a time. Nothing orders two operations but waiting. A wait that lasts long is
+warned about, with the file, offset and length.
 """
 
 from __future__ import annotations
@@ -66,6 +69,13 @@ class Engine(Protocol):
 
     def submit_flush(self, file: OpenFile) -> Waitable:
         """Make durable what was written to the file, up to its length; not its name in its folder."""
+
+    def register(self, memory: torch.Tensor) -> bool:
+        """Let the kernel keep the pages of this memory (uint8, 1D), which saves work in each transfer from or to it.
+
+        Advice alone: whether it could is the answer, and unregistered memory works as well. Until `close` the memory
+        must not be emptied or remapped (`PageRange.empty`): I/O would go to the old pages and report success.
+        """
 
     def close(self) -> None:
         """Finish what was submitted and stop; again is harmless."""

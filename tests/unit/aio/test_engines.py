@@ -5,18 +5,26 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import random
+import resource
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from zerooffload import InternalError, TierIOError
 from zerooffload.accelerator.pages import populated_pages
 from zerooffload.aio import Engine, OpenFile
+from zerooffload.formats import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 BLOCK = 4096
 
@@ -30,6 +38,15 @@ def content(nbytes: int, seed: int) -> torch.Tensor:
 @pytest.fixture
 def file(new_file: Callable[[], OpenFile]) -> OpenFile:
     return new_file()
+
+
+@pytest.fixture
+def buffered(tmp_path: Path) -> Iterator[OpenFile]:
+    """A file on which offsets and lengths may be odd."""
+    path = tmp_path / "buffered"
+    file = OpenFile(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), direct=False)
+    yield file
+    file.close()
 
 
 @pytest.mark.parametrize("nbytes", [BLOCK, 3 * BLOCK, 4 << 20])
@@ -64,6 +81,47 @@ def test_many_transfers_are_in_flight_at_the_same_time(engine: Engine, new_file:
     for ticket in tickets:
         ticket.wait()
     assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
+
+
+def test_several_threads_submit_and_wait(engine: Engine, file: OpenFile) -> None:
+    def use(number: int) -> bool:
+        source, target = content(5 * BLOCK, number), populated_pages(5 * BLOCK)
+        engine.submit_write(file, number * 5 * BLOCK, source).wait()
+        engine.submit_flush(file).wait()
+        engine.submit_read(file, number * 5 * BLOCK, target).wait()
+        return torch.equal(source, target)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(use, range(40)))
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.integers(0, 60_000), max_size=12),
+    st.lists(st.integers(0, 60_000), max_size=12),
+    st.randoms(use_true_random=False),
+)
+def test_however_a_file_is_cut_its_bytes_are_the_same(
+    engine: Engine, buffered: OpenFile, writes: list[int], reads: list[int], shuffled: random.Random
+) -> None:
+    source, target = content(60_000, 1), torch.zeros(60_000, dtype=torch.uint8)
+    for cuts, submit, buffer in ((writes, engine.submit_write, source), (reads, engine.submit_read, target)):
+        parts = list(pairwise(sorted([0, *cuts, 60_000])))
+        shuffled.shuffle(parts)
+        for ticket in [submit(buffered, start, buffer[start:end]) for start, end in parts]:
+            ticket.wait()
+    assert torch.equal(source, target)
+
+
+def test_registered_memory_and_what_lies_across_its_end(engine: Engine, file: OpenFile) -> None:
+    source, target = content(3 * MIB, 1), populated_pages(3 * MIB)
+    # Advice alone: that all works is what counts, whatever the answer.
+    assert engine.register(source[:MIB]) in (True, False)
+    assert engine.register(target[MIB:]) in (True, False)
+    engine.submit_write(file, 0, source).wait()
+    for start in range(0, 3 * MIB, 3 * MIB // 4):
+        engine.submit_read(file, start, target[start : start + 3 * MIB // 4]).wait()
+    assert torch.equal(source, target)
 
 
 def test_a_ticket_keeps_its_buffer(engine: Engine, file: OpenFile) -> None:
@@ -134,6 +192,36 @@ def test_a_flush_that_fails_tells_errno_and_path_in_every_wait(engine: Engine) -
         os.close(writer)
 
 
+def test_a_failing_device_is_told_with_its_errno(engine: Engine) -> None:
+    # Nothing is mapped at address 0.
+    memory = OpenFile(Path("/proc/self/mem"), os.open("/proc/self/mem", os.O_RDWR | os.O_CLOEXEC), direct=False)
+    try:
+        with pytest.raises(TierIOError) as caught:
+            engine.submit_read(memory, 0, populated_pages(2 * BLOCK)).wait()
+    finally:
+        memory.close()
+    error = caught.value
+    assert (error.errno, error.operation, error.transferred_bytes) == (errno.EIO, "read", 0)
+
+
+def test_a_short_write_is_continued_and_how_far_it_came_is_told(engine: Engine, file: OpenFile) -> None:
+    source = content(6 * BLOCK, 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Two blocks fit below the limit; for the rest there is an errno.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * MIB, limits[1]))
+    try:
+        with pytest.raises(TierIOError) as caught:
+            engine.submit_write(file, 64 * MIB - 2 * BLOCK, source).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = caught.value
+    assert (error.errno, error.operation) == (errno.EFBIG, "write")
+    assert (error.length_bytes, error.transferred_bytes) == (6 * BLOCK, 2 * BLOCK)
+    with file.path.open("rb") as stream:
+        stream.seek(64 * MIB - 2 * BLOCK)
+        assert stream.read() == source[: 2 * BLOCK].numpy().tobytes()
+
+
 def test_a_failed_transfer_leaves_the_others_alone(engine: Engine, file: OpenFile) -> None:
     source = content(BLOCK, 1)
     good = engine.submit_write(file, 0, source)
@@ -154,16 +242,17 @@ def test_a_failure_is_raised_by_every_wait(engine: Engine, file: OpenFile) -> No
     assert ticket.done()
 
 
-def test_odd_offsets_and_lengths_work_on_buffered_files(engine: Engine, tmp_path: Path) -> None:
-    path = tmp_path / "buffered"
-    buffered = OpenFile(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), direct=False)
-    try:
-        source, target = content(1234, 4), torch.zeros(1000, dtype=torch.uint8)
-        engine.submit_write(buffered, 77, source).wait()
-        engine.submit_read(buffered, 100, target).wait()
-    finally:
-        buffered.close()
+def test_odd_offsets_and_lengths_work_on_buffered_files(engine: Engine, buffered: OpenFile) -> None:
+    source, target = content(1234, 4), torch.zeros(1000, dtype=torch.uint8)
+    engine.submit_write(buffered, 77, source).wait()
+    engine.submit_read(buffered, 100, target).wait()
     assert torch.equal(target, source[23:1023])
+
+
+def test_nothing_is_a_transfer_too(engine: Engine, file: OpenFile) -> None:
+    empty = populated_pages(BLOCK)[:0]
+    engine.submit_write(file, 0, empty).wait()
+    engine.submit_read(file, 0, empty).wait()
 
 
 def test_closing_finishes_what_was_submitted(engine: Engine, file: OpenFile) -> None:
@@ -181,3 +270,34 @@ def test_closing_again_is_harmless_and_a_closed_engine_takes_nothing(engine: Eng
         engine.submit_write(file, 0, content(BLOCK, 1))
     with pytest.raises(InternalError, match="closed"):
         engine.submit_flush(file)
+    with pytest.raises(InternalError, match="closed"):
+        engine.register(content(BLOCK, 1))
+
+
+def test_tickets_outlive_the_engine(engine: Engine, file: OpenFile) -> None:
+    good, bad = engine.submit_write(file, 0, content(BLOCK, 1)), engine.submit_read(file, MIB, content(BLOCK, 1))
+    engine.close()
+    assert good.done()
+    good.wait()
+    with pytest.raises(TierIOError):
+        bad.wait()
+
+
+def test_a_forked_child_is_refused_and_leaves_the_engine_alone(engine: Engine, file: OpenFile) -> None:
+    source = content(BLOCK, 1)
+    ticket = engine.submit_write(file, 0, source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of forks beside threads
+        child = os.fork()
+    if child == 0:
+        refused = 0
+        for use in (ticket.wait, lambda: engine.submit_flush(file), lambda: engine.register(source)):
+            try:
+                use()
+            except InternalError as error:
+                refused += "belongs to process" in str(error)
+        engine.close()
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    ticket.wait()
+    engine.submit_flush(file).wait()
