@@ -2,41 +2,133 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zerooffload import native
 from zerooffload.aio.api import Engine
 from zerooffload.errors import ConfigError
 
+if TYPE_CHECKING:
+    from zerooffload.aio.setups import Setup
+
+_NAMES = ("auto", "uring", "threads", "aiofiles")
+_AS_FAST = 0.95
+"""Of the fastest's rate: the same, for measurements as short as these."""
+_log = logging.getLogger("zerooffload")
+
 
 @dataclass(frozen=True)
 class ChosenEngine:
-    """An engine and the reason for it."""
+    """An engine and the reason for it.
+
+    Attributes
+    ----------
+    engine : Engine
+    reason : str
+    rates : mapping of str to float
+        Bytes a second of each engine that was measured, with its best settings.
+    """
 
     engine: Engine
     reason: str
+    rates: Mapping[str, float] = field(default_factory=dict)
 
 
-def choose_engine(name: str = "auto") -> ChosenEngine:
+def choose_engine(name: str = "auto", folder: Path | None = None, *, measure_again: bool = False) -> ChosenEngine:
     """The engine of that name, or for "auto" the fastest that works here.
+
+    Parameters
+    ----------
+    name : str
+        "auto", "uring", "threads" or "aiofiles".
+    folder : pathlib.Path, optional
+        Where the files will be. "auto" then measures there what is fastest, once for each drive. Without it, io_uring
+        is taken where it works.
+    measure_again : bool
+        Forget what was measured on that drive before.
 
     Raises
     ------
     ConfigError
         If an engine forced by name cannot work here: it never falls back.
     """
-    if name not in ("auto", "threads", "aiofiles"):
-        raise ConfigError(f"unknown I/O engine {name!r}: expected auto, threads or aiofiles")
+    if name not in _NAMES:
+        raise ConfigError(f"unknown I/O engine {name!r}: expected {', '.join(_NAMES[:-1])} or {_NAMES[-1]}")
+    chosen = _chosen(name, folder, measure_again=measure_again)
+    _log.info("I/O engine: %s (%s)", chosen.engine.name, chosen.reason)
+    return chosen
+
+
+def _chosen(name: str, folder: Path | None, *, measure_again: bool) -> ChosenEngine:
     if name == "aiofiles":
         return _aiofiles("forced by name")
-    if native.available:
-        from zerooffload.aio.threads import ThreadsEngine  # noqa: PLC0415 - needs the native module
+    why_not = _why_not(name)
+    if name != "auto":
+        if why_not:
+            others = " or ".join(repr(other) for other in _NAMES if other not in (name, "uring"))
+            raise ConfigError(f"the I/O engine {name!r} was forced, but cannot work: {why_not}. Use {others}.")
+        return ChosenEngine(_default(name), "forced by name")
+    if not native.available:
+        return _aiofiles(why_not)
+    why_no_ring = _why_not("uring")
+    if folder is not None:
+        return _fastest(folder, why_no_ring, measure_again=measure_again)
+    if why_no_ring:
+        return ChosenEngine(_default("threads"), why_no_ring)
+    return ChosenEngine(_default("uring"), "io_uring works here")
 
-        return ChosenEngine(ThreadsEngine(), "forced by name" if name == "threads" else "the native module is there")
-    why = f"no native module: {native.why_unavailable}"
-    if name == "threads":
-        raise ConfigError(f"the I/O engine 'threads' was forced, but cannot work: {why}. Use 'auto' or 'aiofiles'.")
-    return _aiofiles(why)
+
+def _why_not(name: str) -> str:
+    """Why an engine cannot work here; "" if it can."""
+    if not native.available:
+        return f"no native module: {native.why_unavailable}"
+    if name == "uring":
+        from zerooffload.aio.uring import try_uring, why_unavailable  # noqa: PLC0415 - needs the native module
+
+        try:
+            try_uring()
+        except OSError as error:
+            return why_unavailable(error)
+    return ""
+
+
+def _fastest(folder: Path, why_no_ring: str, *, measure_again: bool) -> ChosenEngine:
+    from zerooffload.aio.measure import measure  # noqa: PLC0415 - needs the native module
+    from zerooffload.aio.remembered import recall, remember  # noqa: PLC0415
+    from zerooffload.aio.setups import SETUPS  # noqa: PLC0415
+
+    working = [setup for setup in SETUPS if not (why_no_ring and setup.engine == "uring")]
+    suffix = f"; {why_no_ring}" if why_no_ring else ""
+    try:
+        rates = None if measure_again else recall(folder)
+        if rates is None or not set(rates) <= set(working):
+            rates = measure(folder, working)
+            remember(folder, rates)
+    except OSError as error:
+        return ChosenEngine(working[0].open(), f"nothing could be measured in {folder}: {error}{suffix}")
+    if not rates:
+        return ChosenEngine(working[0].open(), f"the drive of {folder} is slower than any engine{suffix}")
+    setup = next(setup for setup in working if rates.get(setup, 0.0) >= _AS_FAST * max(rates.values()))
+    best = _best_of_each(rates)
+    measured = ", ".join(f"{name} {rate / 1e6:.0f} MB/s" for name, rate in best.items())
+    return ChosenEngine(setup.open(), f"measured on the drive of {folder}: {measured}; {setup}{suffix}", best)
+
+
+def _best_of_each(rates: Mapping[Setup, float]) -> dict[str, float]:
+    best: dict[str, float] = {}
+    for setup, rate in rates.items():
+        best[setup.engine] = max(rate, best.get(setup.engine, 0.0))
+    return best
+
+
+def _default(name: str) -> Engine:
+    from zerooffload.aio.setups import SETUPS  # noqa: PLC0415 - needs the native module
+
+    return next(setup for setup in SETUPS if setup.engine == name).open()
 
 
 def _aiofiles(reason: str) -> ChosenEngine:

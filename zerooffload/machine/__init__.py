@@ -1,5 +1,6 @@
-"""What this process may take of the machine: memory and cores, as the kernel and its control groups say now."""
+"""What this process may take of the machine: memory and cores, as its kernel and control groups say; and a cache."""
 
+from zerooffload.machine.cache_folder import cache_folder
 from zerooffload.machine.cores import (
     CoreShare,
     core_share,
@@ -13,6 +14,7 @@ from zerooffload.machine.memory import available_host_bytes, cgroup_limit_bytes,
 __all__ = [
     "CoreShare",
     "available_host_bytes",
+    "cache_folder",
     "cgroup_limit_bytes",
     "core_share",
     "cpu_quota",

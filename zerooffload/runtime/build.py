@@ -83,7 +83,7 @@ def environment(config: OffloadConfig, accelerator: Accelerator, collectives: Co
         )
     return Environment(
         accelerator=accelerator,
-        open_engine=lambda: choose_engine(config.io_engine).engine,
+        open_engine=lambda: choose_engine(config.io_engine, config.nvme_paths[0]).engine,
         kernels=host_kernels(config.threads),
         collectives=collectives,
     )

@@ -16,12 +16,13 @@ from zerooffload.accelerator import default_accelerator
 from zerooffload.errors import ConfigError
 from zerooffload.integrations.huggingface import ModelSource, build_model, load_model, load_tokenizer, model_config
 from zerooffload.integrations.huggingface.tokenizers import BYTES
+from zerooffload.machine import cache_folder
 from zerooffload.planner.activations import ActivationForecast, predict_activation_bytes
 from zerooffload.telemetry import StepReport, process_peak_bytes
 from zerooffload.train.data import BatchOrder, Windows, open_tokens
 from zerooffload.train.process import give_freed_memory_back, resident_bytes_trimmed, warm_up
 from zerooffload.train.ranks import Ranks, joined_ranks
-from zerooffload.train.recipe import Recipe, cache_folder
+from zerooffload.train.recipe import Recipe
 from zerooffload.train.resume import TRACKED_NAME, RecordedRecipe
 from zerooffload.train.schedule import lr_factor
 

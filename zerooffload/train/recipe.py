@@ -19,18 +19,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from zerooffload.config import Algorithm, OffloadConfig, describe_validation_error
 from zerooffload.errors import ConfigError
+from zerooffload.machine import cache_folder
 from zerooffload.optim import OPTIMIZERS
 from zerooffload.optim.optimizer import OffloadedOptimizer
 
 # Names of fields of a section that pydantic would otherwise reserve.
 _SECTION_CONFIG = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-def cache_folder() -> Path:
-    """Where prepared models and token files are kept: `zerooffload` in $XDG_CACHE_HOME or `~/.cache`."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    # The specification ignores relative paths there.
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "zerooffload"
 
 
 def expand(text: Any) -> Any:

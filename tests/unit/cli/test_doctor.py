@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 def by_subject(findings: Any) -> dict[str, Finding]:
     return {finding.subject: finding for finding in findings}
 
@@ -31,6 +36,7 @@ def test_it_looks_at_all_that_the_readme_promises(run: Callable[..., tuple[int, 
         "zerooffload", "torch", "native module", "CPU target", "I/O engine", "cores", "threads", "memory",
         "memory cgroup", "locked memory", "huge pages", "GPU",
         f"nvme path {nvme}", f"nvme path {nvme}: space", f"nvme path {nvme}: writing",
+        f"nvme path {nvme}: engine",
     ]  # fmt: skip
     assert all(entry["value"] for entry in told["findings"])
     assert all(entry["advice"] for entry in told["findings"] if entry["verdict"] == "problem")
@@ -82,6 +88,29 @@ def test_a_folder_that_refuses_writing_is_a_problem(nvme: Path, monkeypatch: pyt
     monkeypatch.setattr(storage.tempfile, "TemporaryDirectory", refuse)
     finding = storage._direct_io("writing", nvme)
     assert (finding.verdict, finding.value) == (Verdict.PROBLEM, "failed: Permission denied")
+
+
+@pytest.mark.skipif(not native.available, reason="needs the native module")
+def test_each_engine_is_measured_on_the_folder(nvme: Path) -> None:
+    finding = storage._engine("engine", nvme)
+    assert finding.verdict is Verdict.OK
+    for words in ("threads ", " MB/s", " at once"):
+        assert words in finding.value
+    if finding.value.startswith("uring"):
+        assert "registered" in finding.value
+
+
+def test_memory_that_cannot_be_registered_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unregistered(storage.UringEngine):
+        def __init__(self) -> None:
+            self.why_unregistered = ""
+
+        def register(self, memory: Any) -> bool:
+            self.why_unregistered = f"{memory.numel()} bytes are too many"
+            return False
+
+    monkeypatch.setattr(storage, "_RING_BYTES", 4096)
+    assert "4096 bytes are too many" in storage._registration(Unregistered())
 
 
 def test_a_folder_without_direct_io_is_a_note(

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from zerooffload import ConfigError
-from zerooffload.train.recipe import cache_folder, read_recipe, recipe_from
+from zerooffload.machine import cache_folder
+from zerooffload.train.recipe import read_recipe, recipe_from
 
 MINIMAL = '[model]\nname = "owner/model"\n[data]\npath = "text.txt"\n[training]\nsteps = 3\n'
 

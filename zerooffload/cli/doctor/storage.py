@@ -11,26 +11,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from zerooffload.accelerator.pages import populated_pages
+from zerooffload.aio import Engine, choose_engine
 from zerooffload.aio.files import create_file
+from zerooffload.aio.uring import UringEngine
 from zerooffload.cli.doctor.finding import Finding, Verdict
 from zerooffload.errors import TierIOError
-from zerooffload.formats import format_bytes
+from zerooffload.formats import MIB, format_bytes
 
 _BLOCK_BYTES = 4096
+_RING_BYTES = 48 * MIB
+"""What a run's staging ring takes, and wants registered."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _IN_MEMORY = ("tmpfs", "ramfs")
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre")
 
 
 def storage_findings(path: Path) -> Iterator[Finding]:
-    """Whether the folder is there and writable, takes direct I/O, what it is on, and what is free."""
+    """Whether the folder is there and writable, takes direct I/O, what it is on, what is free, how fast it is."""
     subject = f"nvme path {path}"
     if not path.is_dir():
         yield Finding(subject, "not a folder", Verdict.PROBLEM, "create it, or name one on the drive")
         return
     yield _file_system(subject, path)
     yield Finding(f"{subject}: space", f"{format_bytes(shutil.disk_usage(path).free)} free")
-    yield _direct_io(f"{subject}: writing", path)
+    writing = _direct_io(f"{subject}: writing", path)
+    yield writing
+    if writing.verdict is not Verdict.PROBLEM:
+        yield _engine(f"{subject}: engine", path)
 
 
 def _file_system(subject: str, path: Path) -> Finding:
@@ -88,6 +96,24 @@ def _direct_io(subject: str, path: Path) -> Finding:
         advice = "buffered I/O is used: slower, and it fills the page cache; a folder on ext4 or xfs takes O_DIRECT"
         return Finding(subject, "works, but the file system refuses O_DIRECT", Verdict.NOTE, advice)
     return Finding(subject, "works with O_DIRECT")
+
+
+def _engine(subject: str, path: Path) -> Finding:
+    """Measured now, which also corrects what runs remember of the drive."""
+    chosen = choose_engine("auto", path, measure_again=True)
+    try:
+        return Finding(subject, f"{chosen.engine.name}: {chosen.reason}{_registration(chosen.engine)}")
+    finally:
+        chosen.engine.close()
+
+
+def _registration(engine: Engine) -> str:
+    if not isinstance(engine, UringEngine):
+        return ""
+    size = format_bytes(_RING_BYTES)
+    if engine.register(populated_pages(_RING_BYTES)):
+        return f"; {size} of memory could be registered"
+    return f"; {size} of memory could not be registered, which costs little: {engine.why_unregistered}"
 
 
 @contextmanager
