@@ -62,6 +62,7 @@ def _environment(
         accelerator=accelerator,
         open_engine=lambda: engine,
         commit_in_background=False,
+        path_speeds=lambda paths: [1.0] * len(paths),
         kernels=kernels or host_kernels(1),
         make_waits=make_waits,
     )

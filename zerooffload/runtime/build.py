@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from zerooffload import native
 from zerooffload.accelerator import Accelerator
-from zerooffload.aio import Engine, choose_engine
+from zerooffload.aio import Engine, choose_engine, path_speeds
 from zerooffload.config import OffloadConfig, TierName
 from zerooffload.errors import ConfigError
 from zerooffload.optim.kernels import Kernels, TorchKernels, host_kernels
@@ -31,7 +32,7 @@ from zerooffload.planner.placement import (
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.initial_states import InitialStates
 from zerooffload.runtime.initialization import is_on_meta, materialize
-from zerooffload.runtime.resources import Parts, Resources, limits_of, warn_if_memory_is_short
+from zerooffload.runtime.resources import Drive, Parts, Resources, limits_of, warn_if_memory_is_short
 from zerooffload.runtime.run import Run
 from zerooffload.runtime.storage import open_storage
 from zerooffload.sharding.collectives import Collectives, SingleRank, agree
@@ -64,12 +65,15 @@ class Environment:
         Of the ranks that share the model.
     commit_in_background : bool
         Whether finished steps are committed by a thread of their own.
+    path_speeds : callable
+        How fast the drives of the nvme paths are: chunks are spread in proportion.
     """
 
     accelerator: Accelerator
     open_engine: Callable[[], Engine]
     kernels: Kernels
     commit_in_background: bool = True
+    path_speeds: Callable[[Sequence[Path]], list[float]] = path_speeds
     make_waits: Callable[[CountingRecorder], Waits] = Waits
     collectives: Collectives = field(default_factory=SingleRank)
 
@@ -116,9 +120,10 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
     parts = Parts(env.accelerator, Transfers(env.accelerator, waits, recorder), waits, recorder)
     storage = open_storage(plan, config, env.collectives)
     _tell_durability(plan, config)
+    drive = Drive(env.open_engine, env.path_speeds)
     resources, units = _take_resources_together(
         env.collectives,
-        lambda: _with_units(Resources(plan, config, parts, env.open_engine, storage), plan, params_of, env),
+        lambda: _with_units(Resources(plan, config, parts, drive, storage), plan, params_of, env),
     )
     run = Run(
         units=units,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from zerooffload.accelerator import Accelerator
 from zerooffload.aio import Engine
@@ -37,6 +38,14 @@ class Parts:
     transfers: Transfers
     waits: Waits
     recorder: Recorder
+
+
+@dataclass(frozen=True)
+class Drive:
+    """How the nvme paths are used: makes the engine, and tells the speeds of paths."""
+
+    open_engine: Callable[[], Engine]
+    path_speeds: Callable[[Sequence[Path]], list[float]]
 
 
 def limits_of(config: OffloadConfig, accelerator: Accelerator) -> Limits:
@@ -115,7 +124,7 @@ class Resources:
         plan: AnnouncedPlan,
         config: OffloadConfig,
         parts: Parts,
-        open_engine: Callable[[], Engine],
+        drive: Drive,
         storage: Storage | None,
     ) -> None:
         self._plan = plan
@@ -136,8 +145,9 @@ class Resources:
                 self.nvme = NvmeTier(
                     storage.directories,
                     nvme,
-                    open_engine(),
+                    drive.open_engine(),
                     parts.recorder,
+                    speeds=drive.path_speeds(config.nvme_paths),
                     kept=storage.places,
                     checks_reads=config.verify_reads,
                 )
@@ -151,6 +161,10 @@ class Resources:
             self.gradient_ring = self._make_ring(
                 "gradient staging", NUM_GRADIENT_SLOTS, placement.gradient_slot_nbytes, parts
             )
+            if self.nvme is not None:
+                for ring in self._rings:
+                    for buffer in ring.buffers:
+                        self.nvme.engine.register(buffer)
             for holder, nbytes in (
                 ("parameters in use", plan.window_nbytes),
                 ("gradient collection", plan.collection_nbytes),

@@ -58,6 +58,11 @@ class StagingRing:
         self._free = deque(StagingSlot(memory) for memory in self._memory)
 
     @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The memory of all slots; it stays where it is until the ring is closed."""
+        return list(self._memory)
+
+    @property
     def num_free(self) -> int:
         """Slots that nobody holds."""
         return len(self._free)

@@ -128,3 +128,15 @@ def test_a_full_disk_is_known_before_training_and_leaves_nothing(
     assert (caught.value.errno, caught.value.path) == (errno.ENOSPC, str(states(folders[1])))
     tier.close()
     assert [list(path.iterdir()) for path in folders] == [[], [], []]
+
+
+def test_chunks_spread_in_proportion_to_the_speeds_of_the_paths(
+    folders: list[Path], recorder: CountingRecorder
+) -> None:
+    directories = [RunDirectory(path) for path in folders]
+    engine = choose_engine().engine
+    tier = NvmeTier(directories, Budget("nvme", 1 << 30), engine, recorder, speeds=[3e9, 2e9, 1e9])
+    tier.allocate(RecordLayout((Part("param", torch.float32),), 60 * 4096, 4096), "parameters")
+    tier.reserve()
+    assert [states(path).stat().st_size for path in folders] == [count * 4096 * 4 for count in (30, 20, 10)]
+    tier.close()
