@@ -1,7 +1,8 @@
 """The streamed update: chunks are read, stepped and written, several in flight at once.
 
 Of each chunk, what its home lets the kernel address is updated in place; the rest passes through a slot of the staging
-ring. Reads run half a ring ahead of the kernel, writes half a ring behind it.
+ring. Reads run half a ring ahead of the kernel, writes half a ring behind it. The order of chunks is turned around in
+every step: those that were updated last are still in the ring, and need not be read (see tiers/staging.py).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class StreamedUpdate:
         TierIOError
             If a state could not be read or written: the states of the chunks before are new, those after it old.
         """
-        depth = max(1, self._ring.num_slots // 2)
+        depth = max(1, self._ring.num_working // 2)
         staged: deque[_Staged] = deque()
         try:
             for update in updates:
@@ -101,7 +102,9 @@ class StreamedUpdate:
         for _ in range(self._ring.num_slots):
             with suppress(TierIOError):
                 self._ring.drain(self._waits)
-                return
+                break
+        # What was stepped is in the slots, but is not to count.
+        self._ring.forget()
 
     def _stage(self, update: ChunkUpdate) -> _Staged:
         staged = _Staged(update, update.space)
@@ -109,9 +112,10 @@ class StreamedUpdate:
             record = block.view(staged.space, update.chunk)
             if record is None:
                 if staged.slot is None:
-                    staged.slot = self._ring.acquire(self._waits)
+                    staged.slot = self._ring.acquire(self._waits, key=(id(update.param), update.chunk))
                 record = staged.slot.take(block.layout.file_nbytes(update.chunk))
-                staged.reads.append(block.read(update.chunk, record))
+                if not staged.slot.holds(block, update.chunk):
+                    staged.reads.append(block.read(update.chunk, record))
                 if is_updated:
                     staged.writes_back.append((block, record))
             staged.records.append(record)
@@ -129,7 +133,9 @@ class StreamedUpdate:
             self._abandon(staged)
             raise
         if staged.slot is not None:
-            self._ring.release(staged.slot, writes)
+            for block, _ in staged.writes_back:
+                staged.slot.keep(block, staged.update.chunk)
+            self._ring.release(staged.slot, writes, keeps=True)
 
     def _step(self, staged: _Staged) -> None:
         update, kernels = staged.update, self._kernels[staged.space]
@@ -152,7 +158,7 @@ class StreamedUpdate:
             copy = record
             if all(record is not staged_record for _, staged_record in staged.writes_back):
                 if staged.slot is None:
-                    staged.slot = self._ring.acquire(self._waits)
+                    staged.slot = self._ring.acquire(self._waits, key=(id(update.param), update.chunk))
                 copy = staged.slot.take(block.layout.file_nbytes(update.chunk))
                 if staged.space is Space.HOST:
                     copy[: record.numel()].copy_(record)

@@ -9,10 +9,12 @@ from typing import Literal
 from zerooffload.config import HomeTier, TierName
 from zerooffload.errors import BudgetError
 from zerooffload.formats import format_bytes
-from zerooffload.planner.placement import Claim, Placement, TierChoices
+from zerooffload.planner.placement import NUM_STAGING_SLOTS, Claim, Placement, TierChoices
+from zerooffload.tiers.staging import ring_nbytes
 
 _WINDOW = "parameters in use"
 _COLLECTION = "gradient collection"
+CACHE_HOLDER = "cache of updated chunks"
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class AnnouncedPlan:
         Device bytes of the window of parameters in use, and of the gradients being collected.
     claims : tuple[Claim, ...]
         All leases of the run.
+    num_cached_slots : int
+        Slots that make the staging ring longer than work needs, from host memory that nobody else wants.
     """
 
     placement: Placement
@@ -52,12 +56,24 @@ class AnnouncedPlan:
     window_nbytes: int
     collection_nbytes: int
     claims: tuple[Claim, ...]
+    num_cached_slots: int = 0
 
     def with_windows(self, window_nbytes: int, collection_nbytes: int) -> AnnouncedPlan:
         """The plan with windows of other sizes: those that every rank has room for."""
         others = tuple(claim for claim in self.claims if claim.holder not in (_WINDOW, _COLLECTION))
         claims = (*others, *_claim(_COLLECTION, collection_nbytes), *_claim(_WINDOW, window_nbytes))
         return replace(self, window_nbytes=window_nbytes, collection_nbytes=collection_nbytes, claims=claims)
+
+    def with_cache(self) -> AnnouncedPlan:
+        """The plan with as many further slots in the staging ring as host memory is left for, and chunks there are."""
+        slot_nbytes = self.placement.slot_nbytes
+        if not slot_nbytes:
+            return self
+        room = self.limits.host_bytes - self.planned_bytes(TierName.HOST)
+        wanted = self.placement.num_staged_chunks - NUM_STAGING_SLOTS
+        num_slots = max(0, min(wanted, room // slot_nbytes))
+        cache = Claim(TierName.HOST, CACHE_HOLDER, ring_nbytes(num_slots, slot_nbytes))
+        return replace(self, num_cached_slots=num_slots, claims=(*self.claims, cache) if num_slots else self.claims)
 
     def planned_bytes(self, tier: TierName) -> int:
         """All claims on a tier's budget."""

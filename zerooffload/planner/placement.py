@@ -155,6 +155,13 @@ class Placement:
     commits_steps: bool = False
 
     @property
+    def num_staged_chunks(self) -> int:
+        """Chunks that an update brings to host memory from files."""
+        flats = [flat for unit in self.units for flat in unit.flats if flat.optimizer is not None]
+        far = [flat for flat in flats if TierName.NVME in (flat.param.tier, flat.optimizer and flat.optimizer.tier)]
+        return sum(flat.param.layout.num_chunks for flat in far)
+
+    @property
     def num_kept_chunks(self) -> int:
         """Chunks of this rank that a committed step names."""
         states = (state for unit in self.units for flat in unit.flats for state in flat.states())

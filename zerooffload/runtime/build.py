@@ -112,7 +112,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
     world_size = env.collectives.world_size
     layouts = [_unit_layout(unit, params_of, config, world_size) for unit in found]
     plan = agree(env.collectives, lambda: _announce(layouts, config, env.accelerator), "planning")
-    plan = _same_windows(plan, env.collectives)
+    plan = _same_windows(plan, env.collectives).with_cache()
     warn_if_memory_is_short(plan)
     recorder = CountingRecorder()
     env.collectives.report_to(recorder)

@@ -133,7 +133,7 @@ class Fetcher:
             fetch.last_copy.wait()
 
     def _issue(self) -> None:
-        while self._queue and self._ring.num_free:
+        while self._queue and self._ring.has_room(len(self._reading)):
             item = self._queue.popleft()
             item.slot = self._ring.acquire(self._waits)
             item.record = item.slot.take(item.home.layout.file_nbytes(item.chunk))

@@ -157,7 +157,9 @@ class Resources:
                 nbytes = record_capacity(placement.num_kept_chunks)
                 self._windows.append(host.lease(nbytes, JOURNAL_HOLDER))
                 self._windows.append(nvme.lease(NUM_RECORDS * nbytes, JOURNAL_HOLDER))
-            self.ring = self._make_ring("staging ring", NUM_STAGING_SLOTS, placement.slot_nbytes, parts)
+            self.ring = self._make_ring(
+                "staging ring", NUM_STAGING_SLOTS, placement.slot_nbytes, parts, num_cached=plan.num_cached_slots
+            )
             self.gradient_ring = self._make_ring(
                 "gradient staging", NUM_GRADIENT_SLOTS, placement.gradient_slot_nbytes, parts
             )
@@ -174,8 +176,11 @@ class Resources:
             self.close()
             raise
 
-    def _make_ring(self, holder: str, num_slots: int, slot_nbytes: int, parts: Parts) -> StagingRing:
-        ring = StagingRing(holder, num_slots, slot_nbytes, self.budgets[TierName.HOST], parts.accelerator)
+    def _make_ring(
+        self, holder: str, num_slots: int, slot_nbytes: int, parts: Parts, *, num_cached: int = 0
+    ) -> StagingRing:
+        host = self.budgets[TierName.HOST]
+        ring = StagingRing(holder, num_slots, slot_nbytes, host, parts.accelerator, num_cached=num_cached)
         self._rings.append(ring)
         return ring
 

@@ -251,7 +251,7 @@ class Run:
         """See `OptimizerRun`."""
         self._check_usable()
         self._schedule.recover()
-        planned = PlannedUpdate(self.units, scalars_of)
+        planned = PlannedUpdate(self.units, scalars_of, backwards=self._num_steps % 2 == 1)
         self._residency.send_home()
         commits = self._resources.commits
         state: dict[str, Any] = {}

@@ -14,9 +14,16 @@ from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 
 
 class PlannedUpdate:
-    """One step over all units: decided here, run by `optim.stream.StreamedUpdate`, then counted by `finished`."""
+    """One step over all units: decided here, run by `optim.stream.StreamedUpdate`, then counted by `finished`.
 
-    def __init__(self, units: Sequence[Unit], scalars_of: ScalarsOf) -> None:
+    Parameters
+    ----------
+    backwards : bool
+        Go through units and chunks from the last to the first.
+    """
+
+    def __init__(self, units: Sequence[Unit], scalars_of: ScalarsOf, *, backwards: bool = False) -> None:
+        self._backwards = backwards
         self._flats = [
             (part, training, _scalars(part, training, scalars_of))
             for unit in units
@@ -25,8 +32,8 @@ class PlannedUpdate:
 
     def chunks(self) -> Iterator[ChunkUpdate]:
         """Every chunk that has something to update, in the order of the units."""
-        for part, training, scalars in self._flats:
-            yield from _chunk_updates(part, training, scalars)
+        for part, training, scalars in reversed(self._flats) if self._backwards else self._flats:
+            yield from _chunk_updates(part, training, scalars, backwards=self._backwards)
 
     def finished(self) -> None:
         """The values are new: count the steps, and make graphs from before stale."""
@@ -53,10 +60,11 @@ def _scalars(part: UnitFlat, training: TrainingStates, scalars_of: ScalarsOf) ->
 
 
 def _chunk_updates(
-    part: UnitFlat, training: TrainingStates, scalars: Sequence[StepScalars | None]
+    part: UnitFlat, training: TrainingStates, scalars: Sequence[StepScalars | None], *, backwards: bool
 ) -> Iterator[ChunkUpdate]:
     spans = make_spans(part.flat.layout.slots, scalars)
-    for chunk in range(part.home.layout.num_chunks):
+    chunks = range(part.home.layout.num_chunks)
+    for chunk in reversed(chunks) if backwards else chunks:
         start, stop = part.chunk_span(chunk)
         in_chunk = cut(spans, start, stop)
         if in_chunk:

@@ -56,6 +56,9 @@ class Block(Protocol):
     def whole(self, space: Space) -> torch.Tensor | None:
         """All records of a one-part layout in place, uint8 1D, or None where `space` cannot address them."""
 
+    def version(self, chunk: int) -> int | None:
+        """Changes with every write of the record; None where it may change without one."""
+
     def read(self, chunk: int, target: torch.Tensor) -> Waitable:
         """Start bringing a record to host memory, uint8 `[file_nbytes]`."""
 

@@ -36,6 +36,10 @@ class MemoryBlock:
         """All the memory."""
         return self._memory if space in self._spaces else None
 
+    def version(self, chunk: int) -> int | None:  # noqa: ARG002 - the protocol's
+        """Memory can be written to in place."""
+        return None
+
     def read(self, chunk: int, target: torch.Tensor) -> Waitable:
         """Copy to the host, behind what compute has been given."""
         record = self._record(chunk)

@@ -30,6 +30,10 @@ class MirroredBlock:
         """The home's."""
         return self._home.whole(space)
 
+    def version(self, chunk: int) -> int | None:
+        """The home's."""
+        return self._home.version(chunk)
+
     def read(self, chunk: int, target: torch.Tensor) -> Waitable:
         """From the home."""
         return self._home.read(chunk, target)

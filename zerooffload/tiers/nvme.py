@@ -87,12 +87,17 @@ class NvmeBlock:
         self.places = places
         self.first_index = first_index
         self._tier = tier
+        self._versions = [0] * layout.num_chunks
 
     def view(self, space: object, chunk: int) -> None:
         """No space can address a file."""
 
     def whole(self, space: object) -> None:
         """No space can address a file."""
+
+    def version(self, chunk: int) -> int | None:
+        """How often it was written."""
+        return self._versions[chunk]
 
     def read(self, chunk: int, target: torch.Tensor) -> Waitable:
         """One read of the record, from its newest slot."""
@@ -130,6 +135,7 @@ class NvmeBlock:
 
     def _write(self, chunk: int, slot: int, source: torch.Tensor) -> Waitable:
         place = self.places[chunk]
+        self._versions[chunk] += 1
         self._tier.recorder.moved(Link.NVME_WRITTEN, source.numel())
         return self._tier.engine.submit_write(self._tier.file_of(self, place), place.offsets[slot], source)
 
