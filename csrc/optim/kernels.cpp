@@ -1,6 +1,7 @@
-// The kernels: plain loops, compiled once per CPU target with ZEROOFFLOAD_KERNEL_TABLE naming the one symbol
-// that the object file exports. Everything else is in the anonymous namespace, and nothing comes from the
-// standard library, so that no code of one target can be linked into another.
+// The kernels: plain loops, and a few in vectors by hand, compiled once per CPU target with
+// ZEROOFFLOAD_KERNEL_TABLE naming the one symbol that the object file exports. Everything else is in the
+// anonymous namespace, and nothing comes from the standard library, so that no code of one target can be
+// linked into another.
 //
 // [Note: The same bits in every target]
 // Each operation below rounds once. That needs -ffp-contract=off (no fused multiply-add), and the flags
@@ -11,7 +12,9 @@
 
 #include <cstdint>
 
-#if defined(__F16C__)
+#if defined(__AVX2__)
+// Vectors by hand, where compilers make less of plain loops; see optim/vectors.hpp.
+#define ZEROOFFLOAD_VECTORS
 #include <immintrin.h>
 #endif
 
@@ -85,7 +88,12 @@ inline Fp16 round_to<Fp16>(float value) {
   return Fp16{static_cast<std::uint16_t>(half | ((bits >> 16) & 0x8000u))};
 }
 
+inline float square_root(float value) { return __builtin_sqrtf(value); }
 inline float sign_of(float value) { return value > 0.0f ? 1.0f : value < 0.0f ? -1.0f : value; }
+
+#if defined(ZEROOFFLOAD_VECTORS)
+#include "optim/vectors.hpp"
+#endif
 
 // --- conversions
 // -----------------------------------------------------------------------------------------------------
@@ -104,7 +112,7 @@ void narrow(const float* source, void* target, Index numel) {
   for (Index i = 0; i < numel; ++i) values[i] = round_to<T>(floats[i]);
 }
 
-#if defined(__F16C__)
+#if defined(ZEROOFFLOAD_VECTORS)
 // The CPU's own conversions give the same bits in a tenth of the instructions; compilers do not find them.
 template <>
 void widen<Fp16>(const void* source, float* target, Index numel) {
@@ -167,11 +175,13 @@ void join_all(const std::uint16_t* param, const std::int16_t* remainder, float* 
 // The noise is a hash of the element's index and the caller's seed (the step), so results depend on nothing
 // else: a multiplicative hash (Knuth, TAOCP 6.4), folded and multiplied once more. One moment takes its upper
 // half, the other its lower half.
-inline std::uint32_t noise(std::uint32_t index, std::uint32_t seed) {
-  std::uint32_t x = index * 0x9E3779B1u + seed;
-  x ^= x >> 15;
-  return x * 0x85EBCA77u;
+constexpr std::uint32_t kHashFactor = 0x9E3779B1u;
+inline std::uint32_t hashed(std::uint32_t index, std::uint32_t seed) { return index * kHashFactor + seed; }
+template <typename Word>
+inline Word scrambled(Word hash) {
+  return (hash ^ (hash >> 15)) * 0x85EBCA77u;
 }
+inline std::uint32_t noise(std::uint32_t index, std::uint32_t seed) { return scrambled(hashed(index, seed)); }
 inline std::uint32_t noise_half(std::uint32_t all, int moment) {
   return moment == 0 ? all >> 16 : all & 0xFFFFu;
 }
@@ -249,8 +259,8 @@ inline std::int32_t larger_magnitude(std::int32_t largest, float value) {
   return magnitude > largest ? magnitude : largest;
 }
 // Of a float's bits; 1 stands for denormals too, whose own exponent would make no normal scale.
-inline std::uint8_t exponent_of(std::int32_t bits) {
-  const std::int32_t exponent = bits >> 23;
+inline std::uint8_t exponent_of(std::uint32_t bits) {
+  const std::int32_t exponent = static_cast<std::int32_t>(bits >> 23 & 0xFFu);
   return static_cast<std::uint8_t>(exponent < 1 ? 1 : exponent);
 }
 
@@ -286,6 +296,9 @@ inline void pack(const std::int32_t* source, std::uint8_t* target, Index numel) 
 struct InPlace {
   InPlace(const MasterArrays&, Index) {}
   static float read(const float* masters, Index i) { return masters[i]; }
+#if defined(ZEROOFFLOAD_VECTORS)
+  static Floats read_vector(const float* masters, Index i) { return load_floats(masters + i); }
+#endif
 };
 
 struct Joined {
@@ -294,6 +307,9 @@ struct Joined {
   Joined(const MasterArrays& arrays, Index start)
       : param(arrays.param + start), remainder(arrays.remainder + start) {}
   float read(const float*, Index i) const { return join(param[i], remainder[i]); }
+#if defined(ZEROOFFLOAD_VECTORS)
+  Floats read_vector(const float*, Index i) const { return load_joined(param + i, remainder + i); }
+#endif
 };
 
 template <typename R, typename Masters, typename Grad>
@@ -337,56 +353,104 @@ void apply_bfloat16(const MasterArrays& arrays, const MomentArrays& moments, con
   }
 }
 
-// Two loops over a block: its scales are known when all of it is stepped.
+// Where a block's moments are kept; a rule's only moment stands for both.
+template <typename R>
+struct KeptBlock {
+  static constexpr bool kTwo = R::kNumMoments == 2;
+  static constexpr int kLast = R::kNumMoments - 1;
+  static constexpr Sign kFirst = R::kSigns[0], kSecond = R::kSigns[kLast];
+
+  KeptBlock(const MomentArrays& moments, Index start)
+      : first_codes(static_cast<std::uint8_t*>(moments.values[0]) + start),
+        second_codes(static_cast<std::uint8_t*>(moments.values[kLast]) + start),
+        first_exponent(moments.exponents[0] + start / kScaleBlockNumel),
+        second_exponent(moments.exponents[kLast] + start / kScaleBlockNumel) {}
+
+  std::uint8_t *first_codes, *second_codes, *first_exponent, *second_exponent;
+};
+
+// Moments whose exponents stand in the block already.
+template <typename R>
+__attribute__((noinline)) void encode_block(const float* first_values, const float* second_values,
+                                            const MomentArrays& moments, Index start, Index numel,
+                                            std::uint32_t index, std::uint32_t seed) {
+  using Kept = KeptBlock<R>;
+  const Kept block(moments, start);
+  const Factors first_factors = encoding_factors<Kept::kFirst>(*block.first_exponent);
+  const Factors second_factors = encoding_factors<Kept::kSecond>(*block.second_exponent);
+  alignas(64) std::int32_t firsts[kScaleBlockNumel], seconds[kScaleBlockNumel];
+  for (Index i = 0; i < numel; ++i) {
+    const std::uint32_t random = noise(index + static_cast<std::uint32_t>(start + i), seed);
+    firsts[i] = encode<Kept::kFirst>(first_values[i], first_factors, noise_half(random, 0));
+    if constexpr (Kept::kTwo) {
+      seconds[i] = encode<Kept::kSecond>(second_values[i], second_factors, noise_half(random, 1));
+    }
+  }
+  pack(firsts, block.first_codes, numel);
+  if constexpr (Kept::kTwo) pack(seconds, block.second_codes, numel);
+}
+
+// `numel` elements from `start` on, a block or what is left of one. Two loops: the scales are known when all
+// of it is stepped.
+template <typename R, typename Masters, typename Grad>
+__attribute__((noinline)) void step_block(const MasterArrays& arrays, const MomentArrays& moments,
+                                          const Grad* grads, Index start, Index numel,
+                                          const typename R::Scalars& scalars, std::uint32_t index,
+                                          std::uint32_t seed) {
+  using Kept = KeptBlock<R>;
+  const typename R::Scalars k = scalars;
+  const Kept block(moments, start);
+  alignas(64) std::int32_t first_codes[kScaleBlockNumel], second_codes[kScaleBlockNumel];
+  unpack<Kept::kFirst>(block.first_codes, first_codes, numel);
+  if constexpr (Kept::kTwo) unpack<Kept::kSecond>(block.second_codes, second_codes, numel);
+
+  alignas(64) float firsts[kScaleBlockNumel], seconds[kScaleBlockNumel];
+  const Masters from(arrays, start);
+  float* const __restrict masters = arrays.masters + start;
+  const Grad* const __restrict grad = grads + start;
+  const Factors first_factors = decoding_factors<Kept::kFirst>(*block.first_exponent);
+  const Factors second_factors = decoding_factors<Kept::kSecond>(*block.second_exponent);
+  std::int32_t first_largest = 0, second_largest = 0;
+  for (Index i = 0; i < numel; ++i) {
+    float m = decode<Kept::kFirst>(first_codes[i], first_factors);
+    float v = Kept::kTwo ? decode<Kept::kSecond>(second_codes[i], second_factors) : 0.0f;
+    masters[i] = R::step(from.read(masters, i), to_float(grad[i]), m, v, k);
+    firsts[i] = m;
+    first_largest = larger_magnitude(first_largest, m);
+    if constexpr (Kept::kTwo) {
+      seconds[i] = v;
+      second_largest = larger_magnitude(second_largest, v);
+    }
+  }
+
+  *block.first_exponent = exponent_of(static_cast<std::uint32_t>(first_largest));
+  if constexpr (Kept::kTwo) *block.second_exponent = exponent_of(static_cast<std::uint32_t>(second_largest));
+  encode_block<R>(firsts, seconds, moments, start, numel, index, seed);
+}
+
+#if defined(ZEROOFFLOAD_VECTORS)
+#include "optim/block8_vectors.hpp"
+#else
+// Leaves all to step_block.
+template <typename R, typename Masters, typename Grad>
+Index step_blocks(const MasterArrays&, const MomentArrays&, const Grad*, Index start, Index,
+                  const typename R::Scalars&, std::uint32_t, std::uint32_t) {
+  return start;
+}
+#endif
+
 template <typename R, typename Masters, typename Grad>
 void apply_block8(const MasterArrays& arrays, const MomentArrays& moments, const void* grads, Index numel,
                   const float* scalars, std::uint32_t index, std::uint32_t seed) {
   typename R::Scalars k;
   __builtin_memcpy(&k, scalars, sizeof k);
-  constexpr bool kTwo = R::kNumMoments == 2;
-  constexpr int kLast = R::kNumMoments - 1;
-  constexpr Sign kFirst = R::kSigns[0], kSecond = R::kSigns[kLast];
-  alignas(64) std::int32_t first_codes[kScaleBlockNumel], second_codes[kScaleBlockNumel];
-  alignas(64) float firsts[kScaleBlockNumel], seconds[kScaleBlockNumel];
+  const Grad* const grad = static_cast<const Grad*>(grads);
   for (Index start = 0; start < numel; start += kScaleBlockNumel) {
-    const Index length = numel - start < kScaleBlockNumel ? numel - start : kScaleBlockNumel;
-    std::uint8_t& first_exponent = moments.exponents[0][start / kScaleBlockNumel];
-    std::uint8_t& second_exponent = moments.exponents[kLast][start / kScaleBlockNumel];
-    std::uint8_t* const packed_firsts = static_cast<std::uint8_t*>(moments.values[0]) + start;
-    std::uint8_t* const packed_seconds = static_cast<std::uint8_t*>(moments.values[kLast]) + start;
-    unpack<kFirst>(packed_firsts, first_codes, length);
-    if constexpr (kTwo) unpack<kSecond>(packed_seconds, second_codes, length);
-
-    const Masters from(arrays, start);
-    float* const __restrict masters = arrays.masters + start;
-    const Grad* const __restrict grad = static_cast<const Grad*>(grads) + start;
-    const Factors decode_first = decoding_factors<kFirst>(first_exponent);
-    const Factors decode_second = decoding_factors<kSecond>(second_exponent);
-    std::int32_t first_largest = 0, second_largest = 0;
-    for (Index i = 0; i < length; ++i) {
-      float m = decode<kFirst>(first_codes[i], decode_first);
-      float v = kTwo ? decode<kSecond>(second_codes[i], decode_second) : 0.0f;
-      masters[i] = R::step(from.read(masters, i), to_float(grad[i]), m, v, k);
-      firsts[i] = m;
-      first_largest = larger_magnitude(first_largest, m);
-      if constexpr (kTwo) {
-        seconds[i] = v;
-        second_largest = larger_magnitude(second_largest, v);
-      }
-    }
-
-    first_exponent = exponent_of(first_largest);
-    if constexpr (kTwo) second_exponent = exponent_of(second_largest);
-    const Factors encode_first = encoding_factors<kFirst>(first_exponent);
-    const Factors encode_second = encoding_factors<kSecond>(second_exponent);
-    const std::uint32_t offset = index + static_cast<std::uint32_t>(start);
-    for (Index i = 0; i < length; ++i) {
-      const std::uint32_t random = noise(offset + static_cast<std::uint32_t>(i), seed);
-      first_codes[i] = encode<kFirst>(firsts[i], encode_first, noise_half(random, 0));
-      if constexpr (kTwo) second_codes[i] = encode<kSecond>(seconds[i], encode_second, noise_half(random, 1));
-    }
-    pack(first_codes, packed_firsts, length);
-    if constexpr (kTwo) pack(second_codes, packed_seconds, length);
+    start = step_blocks<R, Masters, Grad>(arrays, moments, grad, start, numel, k, index, seed);
+    if (start == numel) return;
+    const Index left = numel - start;
+    step_block<R, Masters, Grad>(arrays, moments, grad, start,
+                                 left < kScaleBlockNumel ? left : kScaleBlockNumel, k, index, seed);
   }
 }
 

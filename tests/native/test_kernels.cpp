@@ -104,6 +104,36 @@ TEST(step_equals_the_reference_with_special_scalars) {
   }
 }
 
+TEST(step_equals_the_reference_whatever_the_scales_of_8_bit_blocks) {
+  constexpr std::int64_t kNumBlocks = 254;
+  for (const Rule rule : states::kRules) {
+    State start = states::make_state({rule, Dtype::kFloat32, Dtype::kFloat32, MomentFormat::kBlock8},
+                                     kNumBlocks * kScaleBlockNumel, 41);
+    // Each exponent of a moment once, the gradients' in another order: blocks keep, gain and lose scales.
+    states::Numbers numbers(43);
+    for (std::int64_t i = 0; i < start.numel; ++i) {
+      const int exponent = static_cast<int>(i / kScaleBlockNumel * 53 % 254) - 126;
+      start.grad.set(i, numbers.number(exponent - 3, exponent));
+    }
+    for (int which = 0; which < reference::num_moments(rule); ++which) {
+      std::vector<float> values;
+      for (std::int64_t i = 0; i < start.numel; ++i) {
+        const int exponent = static_cast<int>(i / kScaleBlockNumel) - 126;
+        const float value = numbers.number(exponent - 3, exponent);
+        values.push_back(reference::is_non_negative(rule, which) ? std::fabs(value) : value);
+      }
+      states::set_moments(start, which, values, 0, nullptr);
+    }
+    State expected = start;
+    states::reference_step(expected, states::scalars_of(rule), 0, kSeed);
+    for_each_target({1}, [&](ThreadPool& pool) {
+      State got = start;
+      step(pool, got, states::scalars_of(rule));
+      check_same(expected, got);
+    });
+  }
+}
+
 TEST(step_takes_any_first_index) {
   for (const Format& format : some_formats()) {
     for (const std::int64_t first_index : {128LL, 0xFFFFFF80LL, 0x100000000LL, 0x7FFFFFFF00000080LL}) {

@@ -13,9 +13,10 @@ struct Adagrad {
     float step_size;  // lr / (1 + (t - 1) * lr_decay)
   };
 
-  static inline float step(float param, float raw_grad, float& sum, float&, const Scalars& k) {
-    const float grad = raw_grad * k.grad_factor + k.weight_decay * param;
+  template <typename Number>
+  static inline Number step(Number param, Number raw_grad, Number& sum, Number&, const Scalars& k) {
+    const Number grad = raw_grad * k.grad_factor + k.weight_decay * param;
     sum = (sum + k.initial) + grad * grad;
-    return param - k.step_size * (grad / (__builtin_sqrtf(sum) + k.eps));
+    return param - k.step_size * (grad / (square_root(sum) + k.eps));
   }
 };

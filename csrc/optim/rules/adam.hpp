@@ -18,11 +18,13 @@ struct Adam {
     float step_size;  // lr / (1 - beta1^t)
   };
 
-  static inline float step(float param, float raw_grad, float& exp_avg, float& exp_avg_sq, const Scalars& k) {
-    const float grad = raw_grad * k.grad_factor + k.weight_decay * param;
+  template <typename Number>
+  static inline Number step(Number param, Number raw_grad, Number& exp_avg, Number& exp_avg_sq,
+                            const Scalars& k) {
+    const Number grad = raw_grad * k.grad_factor + k.weight_decay * param;
     exp_avg = k.beta1 * exp_avg + k.one_minus_beta1 * grad;
     exp_avg_sq = k.beta2 * exp_avg_sq + k.one_minus_beta2 * (grad * grad);
-    const float denominator = __builtin_sqrtf(exp_avg_sq) / k.bias2_sqrt + k.eps;
+    const Number denominator = square_root(exp_avg_sq) / k.bias2_sqrt + k.eps;
     return param - k.step_size * (exp_avg / denominator);
   }
 };

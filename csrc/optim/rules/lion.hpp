@@ -15,9 +15,10 @@ struct Lion {
     float lr;
   };
 
-  static inline float step(float param, float raw_grad, float& exp_avg, float&, const Scalars& k) {
-    const float grad = raw_grad * k.grad_factor;
-    const float direction = k.beta1 * exp_avg + k.one_minus_beta1 * grad;
+  template <typename Number>
+  static inline Number step(Number param, Number raw_grad, Number& exp_avg, Number&, const Scalars& k) {
+    const Number grad = raw_grad * k.grad_factor;
+    const Number direction = k.beta1 * exp_avg + k.one_minus_beta1 * grad;
     exp_avg = k.beta2 * exp_avg + k.one_minus_beta2 * grad;
     return param * k.decay - k.lr * sign_of(direction);
   }

@@ -16,8 +16,9 @@ struct Sgd {
     float lr;
   };
 
-  static inline float step(float param, float raw_grad, float& buffer, float&, const Scalars& k) {
-    const float grad = raw_grad * k.grad_factor + k.weight_decay * param;
+  template <typename Number>
+  static inline Number step(Number param, Number raw_grad, Number& buffer, Number&, const Scalars& k) {
+    const Number grad = raw_grad * k.grad_factor + k.weight_decay * param;
     buffer = k.momentum * buffer + k.new_weight * grad;
     return param - k.lr * (k.gradient_weight * grad + k.buffer_weight * buffer);
   }
