@@ -470,8 +470,7 @@ constexpr RuleEntry rule_entry() {
 
 // Lane j adds the squares of elements j, j + 16, ... in rising order; then the upper half of the lanes is
 // added to the lower one until one is left. A float's square is exact in double.
-class SquareSum {
- public:
+struct SquareSum {
   // More elements; all calls but the last with a multiple of kNumLanes.
   void add(const float* source, Index numel) {
     const float* const __restrict floats = source;
@@ -479,47 +478,59 @@ class SquareSum {
     for (; i + kNumLanes <= numel; i += kNumLanes) {
       for (int lane = 0; lane < kNumLanes; ++lane) {
         const double value = floats[i + lane];
-        lanes_[lane] += value * value;
+        lanes[lane] += value * value;
       }
     }
     for (int lane = 0; i + lane < numel; ++lane) {
       const double value = floats[i + lane];
-      lanes_[lane] += value * value;
+      lanes[lane] += value * value;
     }
   }
 
   double total() {
     for (int width = kNumLanes / 2; width >= 1; width /= 2) {
-      for (int lane = 0; lane < width; ++lane) lanes_[lane] += lanes_[lane + width];
+      for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
     }
-    return lanes_[0];
+    return lanes[0];
   }
 
- private:
-  double lanes_[kNumLanes] = {};
+  double lanes[kNumLanes] = {};
 };
+
+enum class Store { kNothing, kSum, kCopy };
+
+#if defined(ZEROOFFLOAD_VECTORS)
+#include "optim/gradients_vectors.hpp"
+#else
+// Leaves all to the plain loops.
+template <Store kStore, typename Target, typename Source>
+Index store_and_square_pieces(Target*, const Source*, Index, SquareSum&) {
+  return 0;
+}
+#endif
 
 // Small enough for what a piece touches to stay in the first-level cache between two loops over it.
 constexpr Index kPieceNumel = 512;
 
-enum class Store { kNothing, kSum, kCopy };
-
 template <typename Target, typename Source, Store kStore>
 double store_and_square(void* target_array, const void* source_array, Index numel) {
-  alignas(64) float piece[kPieceNumel];
+  Target* const targets = static_cast<Target*>(target_array);
+  const Source* const sources = static_cast<const Source*>(source_array);
   SquareSum squares;
-  for (Index start = 0; start < numel; start += kPieceNumel) {
+  alignas(64) float piece[kPieceNumel];
+  Index start = store_and_square_pieces<kStore>(targets, sources, numel, squares);
+  for (; start < numel; start += kPieceNumel) {
     const Index length = numel - start < kPieceNumel ? numel - start : kPieceNumel;
-    const Source* const __restrict source = static_cast<const Source*>(source_array) + start;
+    const Source* const __restrict source = sources + start;
     if constexpr (kStore == Store::kNothing) {
       for (Index i = 0; i < length; ++i) piece[i] = to_float(source[i]);
     } else {
-      Target* const __restrict target = static_cast<Target*>(target_array) + start;
+      Target* const __restrict target = targets + start;
       for (Index i = 0; i < length; ++i) {
         const float term = to_float(source[i]);
-        const Target stored = round_to<Target>(kStore == Store::kSum ? to_float(target[i]) + term : term);
-        target[i] = stored;
-        piece[i] = to_float(stored);
+        // Read back: a copy of the rounded struct would keep the loop from being vectorized.
+        target[i] = round_to<Target>(kStore == Store::kSum ? to_float(target[i]) + term : term);
+        piece[i] = to_float(target[i]);
       }
     }
     squares.add(piece, length);

@@ -17,6 +17,7 @@ constexpr Index kVectorNumel = kVectorBytes / 4;
 
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
 typedef std::uint32_t Words __attribute__((vector_size(kVectorBytes)));
+typedef double Doubles __attribute__((vector_size(kVectorBytes)));
 
 inline Floats float_of(Words bits) { return reinterpret_cast<Floats>(bits); }
 inline Words bits_of(Floats values) { return reinterpret_cast<Words>(values); }
@@ -50,6 +51,21 @@ inline Words load_signed_halves(const void* address) {
 }
 inline Floats square_root(Floats values) {
   return reinterpret_cast<Floats>(_mm512_maskz_sqrt_ps(0xFFFF, reinterpret_cast<__m512>(values)));
+}
+inline Floats load_floats(const Fp16* address) {
+  return reinterpret_cast<Floats>(
+      _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address))));
+}
+inline void store_halves(Words words, void* address) {
+  _mm256_storeu_si256(static_cast<__m256i*>(address), _mm512_maskz_cvtepi32_epi16(0xFFFF, raw(words)));
+}
+inline void store_as_fp16(Floats values, void* address) {
+  _mm256_storeu_si256(
+      static_cast<__m256i*>(address),
+      _mm512_maskz_cvtps_ph(0xFFFF, reinterpret_cast<__m512>(values), _MM_FROUND_TO_NEAREST_INT));
+}
+inline Doubles load_doubles(const float* address) {
+  return reinterpret_cast<Doubles>(_mm512_maskz_cvtps_pd(0xFF, _mm256_loadu_ps(address)));
 }
 // In all elements of the result.
 inline Words largest_of(Words words) {
@@ -89,6 +105,22 @@ inline Words load_signed_halves(const void* address) {
 inline Floats square_root(Floats values) {
   return reinterpret_cast<Floats>(_mm256_sqrt_ps(reinterpret_cast<__m256>(values)));
 }
+inline Floats load_floats(const Fp16* address) {
+  return reinterpret_cast<Floats>(
+      _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(address))));
+}
+inline void store_halves(Words words, void* address) {
+  const Register packed =
+      _mm256_permute4x64_epi64(_mm256_packus_epi32(raw(words), raw(words)), _MM_SHUFFLE(3, 1, 2, 0));
+  _mm_storeu_si128(static_cast<__m128i*>(address), _mm256_castsi256_si128(packed));
+}
+inline void store_as_fp16(Floats values, void* address) {
+  _mm_storeu_si128(static_cast<__m128i*>(address),
+                   _mm256_cvtps_ph(reinterpret_cast<__m256>(values), _MM_FROUND_TO_NEAREST_INT));
+}
+inline Doubles load_doubles(const float* address) {
+  return reinterpret_cast<Doubles>(_mm256_cvtps_pd(_mm_loadu_ps(address)));
+}
 // In all elements of the result.
 inline Words largest_of(Words words) {
   const auto larger_of = [](Words left, Register right) {
@@ -122,4 +154,21 @@ inline Floats load_floats(const float* address) {
 inline Floats load_floats(const Bf16* address) { return float_of(load_halves(address) << 16); }
 inline Floats load_joined(const std::uint16_t* param, const std::int16_t* remainder) {
   return float_of((load_halves(param) << 16) + load_signed_halves(remainder));
+}
+
+// Returns what was stored; see round_to.
+inline Floats store_rounded(Floats values, float* address) {
+  store(values, address);
+  return values;
+}
+inline Floats store_rounded(Floats values, Bf16* address) {
+  const Words bits = bits_of(values);
+  const Words rounded = (bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16;
+  const Words halves = (bits & 0x7FFFFFFFu) > 0x7F800000u ? Words{} + 0x7FC0u : rounded;
+  store_halves(halves, address);
+  return float_of(halves << 16);
+}
+inline Floats store_rounded(Floats values, Fp16* address) {
+  store_as_fp16(values, address);
+  return load_floats(address);
 }
