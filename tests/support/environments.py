@@ -49,10 +49,14 @@ def simulated(
 
 
 def cpu_with_simulated_drive(
-    transfers: Transfers = Transfers.LAZY, *, faults: Iterable[Fault] = (), make_waits: MakeWaits = Waits
+    transfers: Transfers = Transfers.LAZY,
+    *,
+    faults: Iterable[Fault] = (),
+    make_waits: MakeWaits = Waits,
+    on_files: bool = False,
 ) -> Environment:
-    """Computes on host memory, with a drive in memory."""
-    return _environment(CpuAccelerator(), SimulatedEngine(transfers, faults=faults), make_waits)
+    """Computes on host memory, with a drive in memory, or on the files themselves."""
+    return _environment(CpuAccelerator(), SimulatedEngine(transfers, faults=faults, on_files=on_files), make_waits)
 
 
 def _environment(

@@ -97,7 +97,8 @@ class StartedRanks:
             return None if alive else Ending(died=True)
         try:
             kind, value = receiver.recv()
-        except EOFError:
+        except (EOFError, OSError):
+            # The latter if it was killed while it sent.
             return Ending(died=True)
         if kind == "error":
             return Ending(error=value)

@@ -13,8 +13,9 @@ import random
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from fnmatch import fnmatch
 
 import torch
 
@@ -41,18 +42,24 @@ class Fault:
     Attributes
     ----------
     at : int
-        Which operation of its kind fails, 0 for the first.
+        Which operation of its kind, on the files that are meant, fails; 0 for the first.
     operation : str
         "read", "write" or "flush".
     errno : int
     transferred_bytes : int
         Bytes that move before it fails: a transfer that ends short.
+    files : str
+        A pattern of the names of files.
+    then : tuple[str, ...]
+        Operations that all fail from then on, on whatever file.
     """
 
     at: int
     operation: str
     errno: int = errno.EIO
     transferred_bytes: int = 0
+    files: str = "*"
+    then: tuple[str, ...] = ()
 
 
 class SimulatedTicket:
@@ -103,7 +110,9 @@ class SimulatedEngine:
     ) -> None:
         self.num_operations = {"read": 0, "write": 0, "flush": 0}
         self._transfers = transfers
-        self._faults = {(fault.operation, fault.at): fault for fault in faults}
+        # With how many operations of its kind have been.
+        self._faults = dict.fromkeys(faults, 0)
+        self._lasting: Fault | None = None
         self._on_files = on_files
         self._contents: dict[str, torch.Tensor] = {}
         self._random = random.Random(seed)  # noqa: S311 - reproducible delays
@@ -121,7 +130,7 @@ class SimulatedEngine:
     def submit_flush(self, file: OpenFile) -> SimulatedTicket:
         """Happens as late as the others; there is no power cut here that it could guard against."""
         self._check_open()
-        fault = self._next_fault("flush")
+        fault = self._next_fault("flush", file)
 
         def happen() -> None:
             self._check_not_lost()
@@ -146,7 +155,7 @@ class SimulatedEngine:
         self._check_open()
         if any(value % _ALIGNMENT_BYTES for value in (offset_bytes, buffer.numel(), buffer.data_ptr())):
             raise InternalError(f"{operation} at {offset_bytes}, {buffer.numel()} bytes, is not fit for direct I/O")
-        fault = self._next_fault(operation)
+        fault = self._next_fault(operation, file)
         if operation == "read":
             buffer.fill_(POISON)
         if not self._on_files:
@@ -192,10 +201,18 @@ class SimulatedEngine:
                 transferred_bytes=fault.transferred_bytes,
             )
 
-    def _next_fault(self, operation: str) -> Fault | None:
-        fault = self._faults.get((operation, self.num_operations[operation]))
+    def _next_fault(self, operation: str, file: OpenFile) -> Fault | None:
         self.num_operations[operation] += 1
-        return fault
+        found = None
+        for fault, number in self._faults.items():
+            if fault.operation == operation and fnmatch(file.path.name, fault.files):
+                self._faults[fault] += 1
+                found = fault if number == fault.at else found
+        if found is not None and found.then:
+            self._lasting = found
+        if found is None and self._lasting is not None and operation in self._lasting.then:
+            return replace(self._lasting, transferred_bytes=0)
+        return found
 
     def _check_open(self) -> None:
         if self._is_closed:

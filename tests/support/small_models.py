@@ -31,8 +31,8 @@ def small_llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def small_gpt2() -> nn.Module:
-    """Two blocks of 12,704 parameters, the head tied to the embedding; without dropout."""
+def small_gpt2(dropout: float = 0.0) -> nn.Module:
+    """Two blocks of 12,704 parameters, the head tied to the embedding."""
     torch.manual_seed(8)
     config = GPT2Config(
         n_embd=32,
@@ -40,9 +40,9 @@ def small_gpt2() -> nn.Module:
         n_head=2,
         vocab_size=VOCABULARY,
         n_positions=64,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
         pad_token_id=0,
         eos_token_id=None,
         bos_token_id=1,

@@ -29,8 +29,10 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 RECIPE = Recipe(num_steps=2)
 PLACES = ["cpu", "late copies", "early copies"]
 # Operations of this model's two steps on a tight window. Reads: in forward, in backward (parameters, and gradients that
-# are held), in the update. Writes: when offloading, in backward, in the update.
+# are held), in the update. Writes: when offloading, in backward, in the update, and a record of each commit.
 NUM_READS, NUM_WRITES = 106, 108
+NUM_CHUNKS = 8
+"""Of parameters; as many of optimizer states, and of gradients."""
 
 
 @pytest.fixture
@@ -150,10 +152,35 @@ def again(call: Callable[[], Any], told: list[BaseException]) -> Any:
 
 
 @pytest.mark.parametrize("place", PLACES[:2])
-def test_an_update_that_ended_half_way(place: str, start: Callable[..., nn.Module]) -> None:
+@pytest.mark.parametrize("at", [0, 2, 7, 2 * NUM_CHUNKS - 1])
+def test_an_update_that_ended_half_way_never_was(
+    at: int, place: str, start: Callable[..., nn.Module], plain: Callable[[Recipe], Outcome]
+) -> None:
+    """With two slots: what was, is there; forward shows it, and the step can be tried again."""
+    # When offloading, parameters and optimizer states are written to both slots.
+    model = start(place, [half_a_write(4 * NUM_CHUNKS + at, "states.bin")])
+    optimizer = zo.AdamW(RECIPE.groups(model), lr=RECIPE.learning_rate, **RECIPE.options)
+    before = current_params(model)
+    for step in range(RECIPE.num_steps):
+        for micro_step in range(RECIPE.num_micro_steps):
+            (RECIPE.loss(model, batch(step, micro_step)) / RECIPE.num_micro_steps).backward()
+        zo.clip_grad_norm_(model, RECIPE.max_norm or 0.0)
+        if step == 0:
+            with pytest.raises(zo.TierIOError, match=r"write of .*states.bin at offset .*4096 transferred"):
+                optimizer.step()
+            assert differences(Outcome(params=before), Outcome(params=current_params(model))) == []
+        optimizer.step()
+        optimizer.zero_grad()
+    assert differences(Outcome(params=current_params(model)), Outcome(params=plain(RECIPE).params)) == []
+
+
+@pytest.mark.parametrize("place", PLACES[:2])
+def test_without_atomic_steps_an_update_that_ended_half_way_is_the_end(
+    place: str, start: Callable[..., nn.Module]
+) -> None:
     """Some chunks are a step ahead of others: nothing works any more, and everything says why."""
-    # Writes: 9 chunks of each state when offloading, 9 of gradients twice; then the update's.
-    model = start(place, [Fault(at=9 * 5 + 2, operation="write", transferred_bytes=4096)], atomic_steps=False)
+    # When offloading, everything is written once; then the gradients are, twice.
+    model = start(place, [half_a_write(5 * NUM_CHUNKS + 2, "scratch.bin")], atomic_steps=False)
     optimizer = zo.AdamW(model.parameters(), lr=1e-3)
     for micro_step in range(2):
         RECIPE.loss(model, batch(0, micro_step)).backward()
@@ -162,3 +189,8 @@ def test_an_update_that_ended_half_way(place: str, start: Callable[..., nn.Modul
     for call in (optimizer.step, lambda: zo.clip_grad_norm_(model, 1.0), lambda: RECIPE.loss(model, batch(1, 0))):
         with pytest.raises(zo.ConfigError, match="an update ended half-way"):
             call()
+
+
+def half_a_write(at: int, file: str) -> Fault:
+    """The `at`-th one to this file ends half-way."""
+    return Fault(at=at, operation="write", transferred_bytes=4096, files=file)

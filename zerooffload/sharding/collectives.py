@@ -173,7 +173,9 @@ class GroupCollectives:
 
     def agreement(self) -> StepAgreement:
         """See `Collectives`."""
-        return _GroupAgreement(self._global_ranks, self._who_is_gone)
+        made: list[StepAgreement] = []
+        self._do("making of a group", lambda: made.append(_GroupAgreement(self._global_ranks, self._who_is_gone)))
+        return made[0]
 
     def report_to(self, recorder: Recorder) -> None:
         """See `Collectives`."""
