@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -98,6 +99,8 @@ class Journal:
         TierIOError
             If that fails.
         """
+        for file in self._state_files:
+            _check_there(file)
         for flush in [self._engine.submit_flush(file) for file in self._state_files]:
             flush.wait()
 
@@ -129,6 +132,7 @@ class Journal:
 
     def _write(self, sequence: int, content: bytes) -> None:
         file = self._files[sequence % NUM_RECORDS]
+        _check_there(file)
         nbytes = max(round_up(len(content), FILE_ALIGNMENT_BYTES), os.fstat(file.fd).st_size)
         if nbytes > os.fstat(file.fd).st_size:
             reserve_space(file, nbytes)
@@ -142,6 +146,14 @@ class Journal:
         self._engine.submit_flush(file).wait()
 
 
+def _check_there(file: OpenFile) -> None:
+    """See that what is written can be found again."""
+    if not os.fstat(file.fd).st_nlink:
+        raise TierIOError(
+            "write", file.path, errno.ENOENT, advice="It was removed, so nobody can resume from it: start again."
+        )
+
+
 def forget_run(directories: Sequence[Path]) -> None:
     """Let a run never have been: its manifests first, so that its records name nothing any more.
 
@@ -150,12 +162,17 @@ def forget_run(directories: Sequence[Path]) -> None:
     TierIOError
         If a file cannot be removed.
     """
-    for directory in directories:
-        for path in (directory / MANIFEST_FILE, *(record_path(directory, turn) for turn in range(NUM_RECORDS))):
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                raise TierIOError("remove", path, error.errno or 0) from error
+    _remove_durably([directory / MANIFEST_FILE for directory in directories])
+    _remove_durably([record_path(directory, turn) for directory in directories for turn in range(NUM_RECORDS)])
+
+
+def _remove_durably(paths: Sequence[Path]) -> None:
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise TierIOError("remove", path, error.errno or 0) from error
+    for directory in dict.fromkeys(path.parent for path in paths):
         _flush_directory(directory)
 
 

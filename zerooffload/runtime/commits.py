@@ -105,11 +105,16 @@ class Commits:
         """The writes of a step are done: make it durable. `state` was taken when `step()` was called."""
         self.settle()
         self.may_be_needed = True
-        late = self._take_late(False) or {}
-        commit = _Commit(self.sequence + 1, step, self._slots.state(), {**state, **late})
+        try:
+            late = self._take_late(False) or {}
+            commit = _Commit(self.sequence + 1, step, self._slots.state(), {**state, **late})
+            if self._in_background:
+                threading.Thread(target=self._run, args=(commit,), name="zerooffload-commit", daemon=True).start()
+        except BaseException as error:
+            # The step is done and nobody commits it: its slots must not be written to, so no other step may follow.
+            self._failure = error
+            raise
         self._pending = commit
-        if self._in_background:
-            threading.Thread(target=self._run, args=(commit,), name="zerooffload-commit", daemon=True).start()
 
     def continue_from(self, record: StepRecord) -> None:
         """Nothing after this record counts any more.

@@ -11,7 +11,7 @@ from pathlib import Path
 from zerooffload.accelerator import Accelerator
 from zerooffload.aio import Engine
 from zerooffload.config import OffloadConfig, TierName
-from zerooffload.errors import ConfigError, InternalError
+from zerooffload.errors import ConfigError, InternalError, TierIOError
 from zerooffload.formats import format_bytes
 from zerooffload.journal import forget_run, record_capacity
 from zerooffload.journal.history import NUM_RECORDS
@@ -225,11 +225,10 @@ class Resources:
             if commits is not None:
                 commits.close()
         finally:
-            if commits is not None and self.nvme is not None:
-                if commits.may_be_needed:
-                    self.nvme.keeps_files = True
-                elif not self.nvme.keeps_files:
-                    forget_run([directory.path for directory in self.nvme.directories])
+            if self.nvme is not None:
+                self.nvme.keeps_files |= commits is not None and commits.may_be_needed
+                if not self.nvme.keeps_files:
+                    _forget([directory.path for directory in self.nvme.directories if directory.is_held])
             self._give_back()
 
     def _give_back(self) -> None:
@@ -240,3 +239,11 @@ class Resources:
             ring.close()
         for lease in self._windows:
             lease.release()
+
+
+def _forget(directories: list[Path]) -> None:
+    """Forget a run that finished no step. If its files stay, the next run begins all the same."""
+    try:
+        forget_run(directories)
+    except TierIOError as error:
+        _log.warning("%s", error)

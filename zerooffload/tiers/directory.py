@@ -7,6 +7,7 @@ import fcntl
 import os
 import platform
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from zerooffload.errors import ConfigError, TierIOError
@@ -74,18 +75,22 @@ class RunDirectory:
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether what is at the path is this run's: not if it was removed, and perhaps made again by another run."""
+        return self._fd >= 0 and _is_still_there(self._fd, self._lock_path)
+
     def close(self) -> None:
         """Remove the directory if it holds nothing but the lock, and unlock; again is harmless."""
+        if self.is_held:
+            # Fails if it holds more; or on a drive that is gone, or takes no writes any more.
+            with suppress(OSError):
+                self._lock_path.unlink()
+                for folder in (self.path, self._parent):
+                    folder.rmdir()
         fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        self._lock_path.unlink(missing_ok=True)
-        for folder in (self.path, self._parent):
-            try:
-                folder.rmdir()
-            except OSError:
-                break
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
 
 
 def _check_ours(folder: Path) -> None:
@@ -98,5 +103,5 @@ def _check_ours(folder: Path) -> None:
 def _is_still_there(fd: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
-    except FileNotFoundError:
+    except OSError:
         return False

@@ -7,6 +7,7 @@ what does not: gradients, and all states of a placement that cannot be resumed f
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from zerooffload.tiers.checksums import checksum
 from zerooffload.tiers.directory import RunDirectory
 from zerooffload.tiers.records import RecordLayout
 from zerooffload.tiers.slots import SlotTable
+
+_log = logging.getLogger("zerooffload")
 
 STATES_FILE = "states.bin"
 SCRATCH_FILE = "scratch.bin"
@@ -256,15 +259,19 @@ class NvmeTier:
             reserve_space(file, nbytes)
 
     def close(self) -> None:
-        """Finish I/O, delete the files that are not kept, unlock the directories; again is harmless."""
+        """Finish I/O, delete the files that are not kept, unlock the directories; again is harmless.
+
+        What cannot be deleted stays, with a message: the next run takes its place over.
+        """
         self.engine.close()
-        for file in self.state_files:
+        for file in (*self.state_files, *self._scratch_files):
             file.close()
-            if not self.keeps_files:
-                file.path.unlink(missing_ok=True)
-        for file in self._scratch_files:
-            file.close()
-            file.path.unlink(missing_ok=True)
+        if all(directory.is_held for directory in self.directories):
+            for file in (*(() if self.keeps_files else self.state_files), *self._scratch_files):
+                try:
+                    file.path.unlink(missing_ok=True)
+                except OSError as error:
+                    _log.warning("%s cannot be removed: %s", file.path, error.strerror)
         for directory in self.directories:
             directory.close()
         for lease in self._leases:
