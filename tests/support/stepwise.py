@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from support.reference_training import Outcome, Recipe, current_params, differences, offload_prepared
+from support.reference_training import Outcome, Recipe, current_params, differences, offload_prepared, train_plain
 from support.small_models import batch
 
 import zerooffload as zo
+from zerooffload.planner import placement
 
 RECIPE = Recipe(num_steps=5, num_micro_steps=1, schedule=lambda step: 1.0 / (1 + step))
 SETTINGS: dict[str, Any] = {
@@ -81,3 +86,68 @@ class Stepwise:
     def close(self) -> None:
         """End the run."""
         zo.close(self.model)
+
+
+def be_refused(rank: int, world_size: int, folder: str, overwrite: bool) -> tuple[str, str]:  # noqa: FBT001
+    """In a process of its own, the error of a run that cannot begin."""
+    del rank, world_size
+    try:
+        Stepwise(Path(folder), overwrite=overwrite)
+    except zo.ZeroOffloadError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def hold(rank: int, world_size: int, folder: str, num_steps: int) -> None:
+    """In a process of its own, train so many steps; then write "holds" and stay."""
+    del rank, world_size
+    placement.CHUNK_NUMEL = 4096
+    training = Stepwise(Path(folder))
+    training.step(num_steps)
+    Path(folder, "holds").touch()
+    signal.pause()
+
+
+def train_without_permission(
+    rank: int, world_size: int, folder: str, io_engine: str
+) -> tuple[list[str], str, str, list[str]]:
+    """In a process of its own, as a user who is not root: take one's own right to a directory away while training.
+
+    Returns the errors of steps, that of the end, and that of beginning again; and what differs when the right is back.
+    """
+    del rank, world_size
+    placement.CHUNK_NUMEL = 4096
+    plain = train_plain(RECIPE)
+    # Whoever may not enter the folders above gets there all the same.
+    os.chdir(folder)
+    if not os.geteuid():
+        nobody = 65534
+        os.chown(folder, nobody, nobody)
+        os.setresgid(nobody, nobody, nobody)
+        os.setresuid(nobody, nobody, nobody)
+    training = Stepwise(Path(), io_engine=io_engine)
+    training.step(2)
+    directory = Path("zerooffload", "rank-00000")
+    directory.chmod(0)
+    told: list[str] = []
+    for call in (training.compute_gradients, training.update):
+        with suppress_into(told):
+            call()
+    ending: list[str] = []
+    with suppress_into(ending):
+        training.close()
+    _, refused = be_refused(0, 1, ".", False)
+    directory.chmod(0o700)
+    training = Stepwise(Path())
+    differences = training.differences_at_the_end(plain)
+    training.close()
+    return told, "".join(ending), refused, differences
+
+
+@contextmanager
+def suppress_into(errors: list[str]) -> Iterator[None]:
+    """Note the class and the number of an I/O error."""
+    try:
+        yield
+    except zo.TierIOError as error:
+        errors.append(f"TierIOError {error.errno}")
