@@ -194,6 +194,9 @@ def _train(rank: int, world_size: int, folder: str, moments: Moments) -> dict[st
         zo.track(model, scheduler=scheduler, batches=batches)
         first = zo.resume(model, optimizer)
         log.write("resumed", first)
+        if first and world_size == 1:
+            # Numbers that the training would not have drawn are forgotten when its next forward begins.
+            torch.rand(3)
         for step in range(first, NUM_STEPS):
             losses = _backward(model, batches, moments)
             norm = zo.clip_grad_norm_(model, MAX_NORM).item()

@@ -1,0 +1,23 @@
+"""A long training holds what a short one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support.long_training import train_long
+from support.ranks import run_ranks
+
+FIRST, LAST = 100, 1000
+LEAST_LEAK_BYTES = 512
+"""Of a step: less than a ticket with the tensor of its buffer, let alone a record of 20 KiB; more than what an allocator
+needs in addition after some use (50 bytes a step, on average over these)."""
+
+
+def test_a_thousand_steps_leave_nothing(in_memory: Path) -> None:
+    ((before, after),) = run_ranks(train_long, 1, str(in_memory), [FIRST, LAST])
+    for what in ("descriptors", "python threads", "threads", "lengths", "blocks"):
+        assert after[what] == before[what], what
+    grown_bytes = after["resident bytes"] - before["resident bytes"]
+    assert grown_bytes < LEAST_LEAK_BYTES * (LAST - FIRST)
+    files = {"lock", "manifest.json", "record-0.bin", "record-1.bin", "scratch.bin", "states.bin"}
+    assert after["lengths"].keys() == files
