@@ -139,7 +139,8 @@ def draw_kill(draw: random.Random, whole: Uninterrupted, *, part: float = 1.0) -
     """Some kind of moment, each kind as likely as any other, and one of those in the first `part` of a training."""
     rank = draw.randrange(len(whole.endings))
     counts = whole.endings[rank]["moments"]
-    moment = draw.choice([*sorted(counts), BY_CLOCK])
+    # By the clock ranks might be killed while they meet, of which torch says nothing useful.
+    moment = draw.choice([*sorted(counts), *([BY_CLOCK] if len(whole.endings) == 1 else [])])
     number = int(1000 * whole.seconds) if moment == BY_CLOCK else counts[moment]
     return Kill(moment, draw.randrange(max(1, int(part * number))), rank)
 
@@ -157,7 +158,7 @@ def test_a_training_that_was_killed_twice(
     assert_nothing_shows(tmp_path, attempt(tmp_path), whole)
 
 
-@pytest.mark.parametrize("seed", range(max(3, NUM_KILLS // 4)))
+@pytest.mark.parametrize("seed", range(max(2, NUM_KILLS // 4)))
 def test_two_ranks_of_which_one_is_killed(
     seed: int, tmp_path: Path, uninterrupted: Callable[[int], Uninterrupted]
 ) -> None:
@@ -173,6 +174,21 @@ def test_two_ranks_of_which_one_is_killed(
         (ending,) = (value["ending"] for value in hit.endings.values())
         assert ending[0] in {"RankError", ""}
     assert_nothing_shows(tmp_path, attempt(tmp_path, 2), whole)
+
+
+@pytest.mark.parametrize(
+    ("operation", "number", "rank"),
+    [("read", 70, 0), ("write of states", 60, 1), ("write of record", 2, 0), ("flush of record", 4, 1)],
+)
+def test_two_ranks_of_which_one_has_a_fault(
+    operation: str, number: int, rank: int, tmp_path: Path, uninterrupted: Callable[[int], Uninterrupted]
+) -> None:
+    """Nobody waits for ever, the other is told, and both go on from a step that both have."""
+    fault = Kill(f"after a {operation}", number, rank, is_fault=True)
+    hit = attempt(tmp_path, 2, fault)
+    kinds = {of: ending["ending"][0] for of, ending in hit.endings.items()}
+    assert kinds == {rank: "TierIOError", 1 - rank: "RankError"}
+    assert_nothing_shows(tmp_path, attempt(tmp_path, 2), uninterrupted(2))
 
 
 @pytest.mark.parametrize("victim", range(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -39,11 +40,15 @@ _FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.tr
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL when a moment of this kind comes for the `number`-th time in the process of that rank."""
+    """SIGKILL when a moment of this kind comes for the `number`-th time in the process of that rank.
+
+    With `is_fault` an I/O error instead, for moments after an operation.
+    """
 
     moment: str
     number: int
     rank: int = 0
+    is_fault: bool = False
 
 
 class Moments:
@@ -60,6 +65,8 @@ class Moments:
             number = self.counts[moment]
             self.counts[moment] += 1
         if self._kill is not None and (self._kill.moment, self._kill.number) == (moment, number):
+            if self._kill.is_fault:
+                raise zo.TierIOError(moment, "a file", errno.EIO)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def watch_files(self, folder: str) -> None:
