@@ -39,6 +39,12 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
     return SMALL_CHUNK_NUMEL
 
 
+@pytest.fixture
+def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings as short as work needs, so that an update reads nearly everything."""
+    monkeypatch.setattr("zerooffload.planner.admission.AnnouncedPlan.with_cache", lambda plan: plan)
+
+
 @pytest.fixture(scope="session")
 def plain() -> Callable[[Recipe], Outcome]:
     """Plain training of a recipe, done once."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from zerooffload.telemetry.recorder import CountingRecorder
 
-pytestmark = pytest.mark.usefixtures("small_chunks")
+pytestmark = pytest.mark.usefixtures("small_chunks", "no_cache")
 
 PACKAGE = Path(zerooffload.__file__).parent
 

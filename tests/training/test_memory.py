@@ -72,17 +72,20 @@ class Formula:
         return self.commits * up(72 + up(num_chunks, 8) + 8 * num_chunks + 131_072, PAGE)
 
     def rings(self) -> int:
-        """Four slots for what the update cannot address, two for gradients on their way."""
+        """Four slots and more for what the update cannot address, two for gradients on their way."""
         full = 4 * max(self.chunks(max(self.flats)))
         homes = ((self.params, 1), (self.optimizer, 2), (self.gradients, 1))
         far = [(home, parts) for home, parts in homes if home == "nvme" or (self.on_device and home == "device")]
         if all(home == "device" for home, _ in homes):
             far = []
         slot = sum(up(num_parts * full, PAGE) for _, num_parts in far)
+        num_chunks = sum(len(self.chunks(numel)) for numel in self.flats)
+        # With ample memory no chunk has to leave the ring.
+        num_slots = max(4, num_chunks) if "nvme" in (self.params, self.optimizer) else 4
         gradient_slot = 0
         if self.gradients == "nvme" or (self.on_device and self.gradients == "host"):
             gradient_slot = up(full, PAGE) * (self.on_device + (self.gradients == "nvme"))
-        return 4 * slot + 2 * gradient_slot
+        return num_slots * slot + 2 * gradient_slot
 
     def windows(self) -> int:
         """All parameters that move, and two of the largest gradient buffers that collect."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -31,6 +32,7 @@ class Budget:
         # Reentrant: the garbage collector may release a lease in the middle of any of these methods.
         self._lock = threading.RLock()
         self._holders: Counter[str] = Counter()
+        self._yielding: list[Callable[[int], None]] = []
         self._leased_bytes = 0
         self._peak_bytes = 0
 
@@ -55,6 +57,10 @@ class Budget:
         with self._lock:
             return dict(self._holders.most_common())
 
+    def ask_when_short(self, give_up: Callable[[int], None]) -> None:
+        """Call `give_up(nbytes)` when a lease lacks so many bytes: its caller may shrink a lease of its own."""
+        self._yielding.append(give_up)
+
     def lease(self, nbytes: int, holder: str) -> Lease:
         """Take `nbytes` for `holder`.
 
@@ -75,6 +81,9 @@ class Budget:
 
     def _take(self, nbytes: int, holder: str) -> None:
         with self._lock:
+            for give_up in self._yielding:
+                if self._leased_bytes + nbytes > self.limit_bytes:
+                    give_up(self._leased_bytes + nbytes - self.limit_bytes)
             if self._leased_bytes + nbytes > self.limit_bytes:
                 largest = ", ".join(f"{name} {format_bytes(n)}" for name, n in self._holders.most_common(3))
                 raise BudgetError(
@@ -115,6 +124,12 @@ class Lease:
         budget, self._budget = self._budget, None
         if budget is not None:
             budget._release(self.nbytes, self.holder)
+
+    def shrink(self, nbytes: int) -> None:
+        """Give a part of the bytes back."""
+        if self._budget is not None:
+            self.nbytes -= nbytes
+            self._budget._release(nbytes, self.holder)
 
     def __enter__(self) -> Self:
         return self

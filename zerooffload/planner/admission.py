@@ -10,11 +10,10 @@ from zerooffload.config import HomeTier, TierName
 from zerooffload.errors import BudgetError
 from zerooffload.formats import format_bytes
 from zerooffload.planner.placement import NUM_STAGING_SLOTS, Claim, Placement, TierChoices
-from zerooffload.tiers.staging import ring_nbytes
+from zerooffload.tiers.staging import CACHE_HOLDER, ring_nbytes
 
 _WINDOW = "parameters in use"
 _COLLECTION = "gradient collection"
-CACHE_HOLDER = "cache of updated chunks"
 
 
 @dataclass(frozen=True)

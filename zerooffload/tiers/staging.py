@@ -9,7 +9,8 @@ nothing is freed under an operation in flight.
 A record that was written home is still in its slot until the slot is taken for another. Host memory that the budget has
 left makes the ring longer, so that more of them stay: who asks for a slot by the same key gets it back, and need not
 read what the slot still holds. Writes go through at once, so the cache saves reads alone. Slots that hold nothing are
-given out first, then those released longest ago.
+given out first, then new ones while there may be more, then those released longest ago. Memory for further slots is
+taken when they are first needed, and given up when somebody else needs the budget.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from zerooffload.errors import InternalError
 from zerooffload.memory import Budget, Lease
 from zerooffload.telemetry import Wait, Waitable, Waits, wait_for_all
 from zerooffload.tiers.api import Block
+
+CACHE_HOLDER = "cache of updated chunks"
 
 
 class StagingSlot:
@@ -75,6 +78,11 @@ class StagingRing:
         Bytes of a slot, a multiple of 4096; 0 for a run that stages nothing.
     num_cached : int
         Further slots, so that more records stay.
+
+    Attributes
+    ----------
+    buffers : list[torch.Tensor]
+        The memory of the slots that work needs; it stays where it is until the ring is closed.
     """
 
     def __init__(
@@ -88,26 +96,31 @@ class StagingRing:
         num_cached: int = 0,
     ) -> None:
         self.num_working = num_slots if slot_nbytes else 0
-        self.num_slots = num_slots + num_cached if slot_nbytes else 0
-        self._lease: Lease = budget.lease(ring_nbytes(num_slots + num_cached, slot_nbytes), holder)
-        self._memory = [accelerator.host_buffer(slot_nbytes) for _ in range(self.num_slots)]
+        self.num_slots = self.num_working + (num_cached if slot_nbytes else 0)
+        self._slot_nbytes = slot_nbytes
+        self._accelerator = accelerator
+        self._leases: list[Lease] = [budget.lease(ring_nbytes(num_slots, slot_nbytes), holder)]
         # By order of release; the slots of a key can be found.
-        self._empty = dict.fromkeys(StagingSlot(memory) for memory in self._memory)
+        self._empty: dict[StagingSlot, None] = {}
         self._full: dict[Hashable, StagingSlot] = {}
-
-    @property
-    def buffers(self) -> list[torch.Tensor]:
-        """The memory of all slots; it stays where it is until the ring is closed."""
-        return list(self._memory)
+        self._num_made = 0
+        self.buffers = [self._make_slot() for _ in range(self.num_working)]
+        if self.num_slots > self.num_working:
+            self._leases.append(budget.lease(ring_nbytes(num_cached, slot_nbytes), CACHE_HOLDER))
+            budget.ask_when_short(self._give_up)
 
     @property
     def num_free(self) -> int:
         """Slots that nobody holds."""
-        return len(self._empty) + len(self._full)
+        return len(self._empty) + len(self._full) + self._num_unmade
+
+    @property
+    def _num_unmade(self) -> int:
+        return self.num_slots - self._num_made
 
     def has_room(self, num_taken: int) -> bool:
         """Whether one who took `num_taken` may take another: of slots that hold something, only what work needs."""
-        return bool(self._empty) or (bool(self._full) and num_taken < self.num_working)
+        return bool(self._empty) or (self.num_free > 0 and num_taken < self.num_working)
 
     def acquire(self, waits: Waits, key: Hashable = None) -> StagingSlot:
         """The slot that holds the records of `key`, or another, once its content has left.
@@ -116,6 +129,8 @@ class StagingRing:
         """
         slot = self._full.get(key) if key is not None else None
         keeps = slot is not None
+        if slot is None and not self._empty and self._num_unmade:
+            self._make_slot()
         slot = slot or next(iter(self._empty), None) or next(iter(self._full.values()), None)
         if slot is None:
             raise InternalError("no staging slot is free: one was taken twice or never released")
@@ -162,8 +177,28 @@ class StagingRing:
         """Give the memory back; again is harmless."""
         self._empty.clear()
         self._full.clear()
-        self._memory.clear()
-        self._lease.release()
+        self.buffers.clear()
+        self.num_slots = self._num_made = 0
+        for lease in self._leases:
+            lease.release()
+
+    def _make_slot(self) -> torch.Tensor:
+        memory = self._accelerator.host_buffer(self._slot_nbytes)
+        self._empty[StagingSlot(memory)] = None
+        self._num_made += 1
+        return memory
+
+    def _give_up(self, nbytes: int) -> None:
+        """Shrink the cache by so many bytes, as far as it can."""
+        wanted = min(-(-nbytes // self._slot_nbytes), self.num_slots - self.num_working)
+        for slot in [slot for slot in self._full.values() if all(item.done() for item in slot.leaving)]:
+            if self._num_unmade >= wanted or self._num_made <= self.num_working:
+                break
+            del self._full[slot.key]
+            self._num_made -= 1
+        given = min(wanted, self._num_unmade)
+        self.num_slots -= given
+        self._leases[-1].shrink(ring_nbytes(given, self._slot_nbytes))
 
     def _forget(self, slot: StagingSlot) -> None:
         """What a transfer that failed was to bring or take is not there."""

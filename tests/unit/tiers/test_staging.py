@@ -95,3 +95,111 @@ def test_a_slot_whose_content_failed_to_leave_is_free_again(ring: StagingRing, w
     with pytest.raises(TierIOError):
         ring.acquire(waits)
     assert ring.num_free == 1
+
+
+class Versioned:
+    """A block whose records change when it says so."""
+
+    def __init__(self, *, is_known: bool = True) -> None:
+        self.number = 0
+        self.is_known = is_known
+
+    def version(self, _chunk: int) -> int | None:
+        return self.number if self.is_known else None
+
+
+def filled(ring: StagingRing, waits: Waits, key: int, *blocks: Versioned, leaving: tuple[Ticket, ...] = ()) -> int:
+    """Bring the records of `key` into a slot and release it; where it is."""
+    slot = ring.acquire(waits, key)
+    address = slot.take(4096).data_ptr()
+    for block in blocks:
+        slot.keep(block, key)  # type: ignore[arg-type]
+    ring.release(slot, leaving, keeps=True)
+    return address
+
+
+def test_a_slot_that_is_asked_for_by_its_key_still_holds_its_records(ring: StagingRing, waits: Waits) -> None:
+    block = Versioned()
+    addresses = {key: filled(ring, waits, key, block) for key in (1, 2, 3)}
+    slot = ring.acquire(waits, 2)
+    assert slot.take(4096).data_ptr() == addresses[2]
+    assert slot.holds(block, 2)  # type: ignore[arg-type]
+    block.number += 1
+    assert not slot.holds(block, 2)  # type: ignore[arg-type]
+
+
+def test_what_may_change_unseen_is_never_held(ring: StagingRing, waits: Waits) -> None:
+    block = Versioned(is_known=False)
+    filled(ring, waits, 1, block)
+    assert not ring.acquire(waits, 1).holds(block, 1)  # type: ignore[arg-type]
+
+
+def test_its_last_write_is_waited_for_before_it_is_changed(ring: StagingRing, waits: Waits) -> None:
+    ticket = Ticket()
+    filled(ring, waits, 1, Versioned(), leaving=(ticket,))
+    ring.acquire(waits, 1)
+    assert ticket.num_waits == 1
+
+
+def test_a_write_that_failed_leaves_nothing_held(ring: StagingRing, waits: Waits) -> None:
+    block = Versioned()
+    filled(ring, waits, 1, block, leaving=(Ticket(fails=True),))
+    with pytest.raises(TierIOError):
+        ring.drain(waits)
+    assert not ring.acquire(waits, 1).holds(block, 1)  # type: ignore[arg-type]
+    assert ring.num_free == 2
+
+
+def test_empty_slots_go_first_then_those_released_longest_ago(ring: StagingRing, waits: Waits) -> None:
+    addresses = [filled(ring, waits, key, Versioned()) for key in (1, 2)]
+    assert ring.acquire(waits).take(4096).data_ptr() not in addresses
+    assert ring.acquire(waits).take(4096).data_ptr() == addresses[0]
+
+
+def test_what_is_forgotten_is_not_held(ring: StagingRing, waits: Waits) -> None:
+    block = Versioned()
+    filled(ring, waits, 1, block)
+    ring.forget()
+    assert not ring.acquire(waits, 1).holds(block, 1)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def long_ring(budget: Budget, accelerator: CpuAccelerator) -> StagingRing:
+    return StagingRing("staging ring", 2, SLOT_BYTES, budget, accelerator, num_cached=3)
+
+
+def test_a_longer_ring_keeps_more_and_leases_it_from_the_start(
+    long_ring: StagingRing, budget: Budget, waits: Waits
+) -> None:
+    assert budget.holders() == {"cache of updated chunks": 3 * SLOT_BYTES, "staging ring": 2 * SLOT_BYTES}
+    block = Versioned()
+    for key in range(5):
+        filled(long_ring, waits, key, block)
+    assert all(long_ring.acquire(waits, key).holds(block, key) for key in range(5))  # type: ignore[arg-type]
+    with pytest.raises(InternalError, match="no staging slot"):
+        long_ring.acquire(waits)
+
+
+def test_work_that_runs_ahead_does_not_take_what_is_kept(long_ring: StagingRing, waits: Waits) -> None:
+    for key in range(5):
+        filled(long_ring, waits, key, Versioned())
+    assert long_ring.has_room(1)
+    assert not long_ring.has_room(2)
+
+
+def test_the_cache_gives_way_to_whoever_needs_the_budget(accelerator: CpuAccelerator, waits: Waits) -> None:
+    budget = Budget("host", 5 * SLOT_BYTES)
+    ring = StagingRing("staging ring", 2, SLOT_BYTES, budget, accelerator, num_cached=3)
+    block, busy = Versioned(), Ticket()
+    for key in range(5):
+        filled(ring, waits, key, block, leaving=() if key else (busy,))
+    with budget.lease(SLOT_BYTES + 1, "copies"):
+        assert budget.holders()["cache of updated chunks"] == SLOT_BYTES
+        assert ring.num_free == 3
+    # The oldest that nothing is under way from.
+    held = [key for key in (0, 3, 4) if ring.acquire(waits, key).holds(block, key)]  # type: ignore[arg-type]
+    assert held == [0, 3, 4]
+    with pytest.raises(BudgetError):
+        budget.lease(4 * SLOT_BYTES, "copies")
+    ring.close()
+    assert budget.leased_bytes == 0
