@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,11 +63,11 @@ def read_history(directories: Sequence[Path], *, all_paths: bool = True) -> Hist
     """
     found = [(directory, directory / MANIFEST_FILE) for directory in directories]
     there = [manifest for _, manifest in found if manifest.exists()]
-    if not there or _was_never_begun([directory for directory, path in found if path not in there], there):
+    if len(there) < len(found) and _was_never_begun(directories, there):
         return History()
     for directory, manifest in found:
         if not manifest.exists():
-            others = ", ".join(str(other) for other, path in found if path.exists())
+            others = ", ".join(str(path.parent) for path in there)
             raise CheckpointError(
                 f"{directory} has no files of the run that is in {others}: name the paths of that run"
             )
@@ -87,16 +88,33 @@ def read_history(directories: Sequence[Path], *, all_paths: bool = True) -> Hist
     return History(first, records, tuple(problems), order)
 
 
-def _was_never_begun(without: Sequence[Path], manifests: Sequence[Path]) -> bool:
-    """Whether a run ended while its manifests were written: the first path's comes last, its record before all."""
-    for directory in without:
-        try:
-            record = decode(record_path(directory, 0).read_bytes(), str(directory))
-        except (OSError, CheckpointError):
-            continue
-        if record.step == 0 and all(read_manifest(path).run_id == record.run_id for path in manifests):
-            return True
-    return False
+def _was_never_begun(directories: Sequence[Path], manifests: Sequence[Path]) -> bool:
+    """Whether a run that finished no step ended while its manifests were written, or while it was forgotten.
+
+    Raises
+    ------
+    CheckpointError
+        If a run that did has lost its manifests.
+    """
+    records = [(path, record) for directory in directories for path, record in _whole_records(directory)]
+    for path, record in records:
+        if record.step and not manifests:
+            raise CheckpointError(
+                f"{path} holds step {record.step} of a run, but {path.with_name(MANIFEST_FILE)} is not there: bring it"
+                " back, or lose the run with OffloadConfig(overwrite=True)"
+            )
+    if any(record.step for _, record in records):
+        return False
+    return not manifests or any(
+        all(read_manifest(path).run_id == record.run_id for path in manifests) for _, record in records
+    )
+
+
+def _whole_records(directory: Path) -> Iterator[tuple[Path, StepRecord]]:
+    for turn in range(NUM_RECORDS):
+        path = record_path(directory, turn)
+        with suppress(OSError, CheckpointError):
+            yield path, decode(path.read_bytes(), str(path))
 
 
 def _read_records(directory: Path, manifest: Manifest) -> tuple[dict[int, StepRecord], list[str]]:
@@ -106,7 +124,7 @@ def _read_records(directory: Path, manifest: Manifest) -> tuple[dict[int, StepRe
         path = record_path(directory, turn)
         try:
             content = path.read_bytes()
-            if not any(content):
+            if content and not any(content):
                 # Reserved and never used, or given up.
                 continue
             record = decode(content, str(path))

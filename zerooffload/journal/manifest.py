@@ -130,9 +130,11 @@ def read_manifest(path: Path) -> Manifest:
                 f"{path} has format version {fields.get('version')}, this zerooffload reads {FORMAT_VERSION}:"
                 " use the version that wrote it"
             )
-        return _ADAPTER.validate_python(fields)
+        manifest = _ADAPTER.validate_python(fields)
+        uuid.UUID(manifest.run)
     except (ValueError, ValidationError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return manifest
 
 
 def first_difference(kept: Manifest, now: Manifest) -> str:

@@ -44,7 +44,7 @@ class Journal:
     state_files : Sequence[OpenFile]
         Flushed before each record.
     is_new : bool
-        Make the files; otherwise they are there.
+        Make the files; otherwise they are there, but for one that was lost: the other holds what is continued.
 
     Raises
     ------
@@ -69,11 +69,16 @@ class Journal:
         try:
             for turn in range(NUM_RECORDS):
                 path = record_path(self._directories[0], turn)
-                self._files.append(create_file(path) if is_new else open_file(path))
+                is_there = not is_new and path.exists()
+                self._files.append(open_file(path) if is_there else create_file(path))
                 if is_new:
                     reserve_space(self._files[-1], self._buffer.numel())
+                elif not is_there:
+                    _flush_directory(path.parent)
         except BaseException:
             self.close()
+            if is_new:
+                forget_run(self._directories)
             raise
 
     def begin(self, manifest: Manifest, record: StepRecord) -> None:
@@ -88,6 +93,9 @@ class Journal:
         self._write(record.sequence + 1, b"")
         self.flush_states()
         self.write(record)
+        for directory in self._directories:
+            # A manifest must not be there without what it names.
+            _flush_names(directory)
         for path, directory in reversed(list(enumerate(self._directories))):
             _write_durably(directory / MANIFEST_FILE, replace(manifest, path=path).encode())
 
@@ -133,8 +141,10 @@ class Journal:
     def _write(self, sequence: int, content: bytes) -> None:
         file = self._files[sequence % NUM_RECORDS]
         _check_there(file)
-        nbytes = max(round_up(len(content), FILE_ALIGNMENT_BYTES), os.fstat(file.fd).st_size)
-        if nbytes > os.fstat(file.fd).st_size:
+        length = os.fstat(file.fd).st_size
+        # Also of a file that somebody cut.
+        nbytes = round_up(max(len(content), length, self._buffer.numel()), FILE_ALIGNMENT_BYTES)
+        if nbytes > length:
             reserve_space(file, nbytes)
         if nbytes > self._buffer.numel():
             self._buffer = populated_pages(nbytes)
@@ -162,18 +172,15 @@ def forget_run(directories: Sequence[Path]) -> None:
     TierIOError
         If a file cannot be removed.
     """
-    _remove_durably([directory / MANIFEST_FILE for directory in directories])
-    _remove_durably([record_path(directory, turn) for directory in directories for turn in range(NUM_RECORDS)])
-
-
-def _remove_durably(paths: Sequence[Path]) -> None:
-    for path in paths:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise TierIOError("remove", path, error.errno or 0) from error
-    for directory in dict.fromkeys(path.parent for path in paths):
-        _flush_directory(directory)
+    manifests = [[directory / MANIFEST_FILE] for directory in directories]
+    records = [[record_path(directory, turn) for turn in range(NUM_RECORDS)] for directory in directories]
+    for paths in (*manifests, *records):
+        for path in paths:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise TierIOError("remove", path, error.errno or 0) from error
+        _flush_directory(paths[0].parent)
 
 
 def _write_durably(path: Path, content: bytes) -> None:
@@ -190,6 +197,12 @@ def _write_durably(path: Path, content: bytes) -> None:
         part.unlink(missing_ok=True)
         raise TierIOError("write", path, error.errno or 0) from error
     _flush_directory(path.parent)
+
+
+def _flush_names(directory: Path) -> None:
+    """Make a rank's directory durable, and the names in it: it and its parent may just have been made."""
+    for folder in (directory, *directory.parents[:2]):
+        _flush_directory(folder)
 
 
 def _flush_directory(directory: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zerooffload.config import OffloadConfig, TierName
-from zerooffload.errors import ConfigError
+from zerooffload.errors import CheckpointError, ConfigError
 from zerooffload.journal import (
     FlatEntry,
     History,
@@ -26,6 +26,7 @@ from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.planner.placement import FlatPlacement, StatePlacement
 from zerooffload.sharding.collectives import Collectives, agree
 from zerooffload.tiers import ChunkPlace, NvmeBlock, RunDirectory
+from zerooffload.tiers.nvme import STATES_FILE
 
 _log = logging.getLogger("zerooffload")
 
@@ -106,6 +107,7 @@ def _decide(
         return Storage(tuple(directories), planned, None)
     _, sequence, step = common
     agree(collectives, lambda: _check_continuable(plan, history, planned, step), "continuing the run")
+    agree(collectives, lambda: _check_there(directories), "continuing the run")
     in_order = tuple(directories[history.order.index(path)] for path in range(len(directories)))
     return Storage(in_order, history.manifest, history.records[sequence])
 
@@ -122,6 +124,13 @@ def _check_continuable(plan: AnnouncedPlan, history: History, planned: Manifest,
             f"the nvme paths hold a run that finished step {step}, and this one cannot continue it: {reason}."
             " Continue with the model and settings that it had, name other paths, or set overwrite=True to lose it"
         )
+
+
+def _check_there(directories: Sequence[RunDirectory]) -> None:
+    for directory in directories:
+        path = directory.path / STATES_FILE
+        if not path.is_file():
+            raise CheckpointError(f"{path} is not there: the run cannot be continued without it")
 
 
 def planned_manifest(plan: AnnouncedPlan, config: OffloadConfig, collectives: Collectives, run: str) -> Manifest:
