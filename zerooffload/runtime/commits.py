@@ -3,8 +3,11 @@
 [Note: a commit]
 A step's writes are done when `optimizer.step()` returns. From then on a thread of its own flushes them, while the
 user's loop goes on; when the next training forward begins, what the loop did after the step is taken too (see
-`tracking`), the record is written, and the ranks tell each other that they are that far. Before anything is written to
-a slot again, the commit must be over on every rank: usually it is by then.
+`tracking`), the record is written, and the ranks tell each other that they are that far. Before the next step writes
+to a slot, the commit must be over on every rank: usually it is by then.
+
+Parameters that the loop edits after the step belong to it too. They are written where the step's own writes are, which
+no record names yet, and flushed before it does.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ class _Commit:
         self.chunks = chunks
         self.state = state
         self.sealed = threading.Event()
+        self.was_edited = False
         self.error: BaseException | None = None
         self._over = threading.Event()
 
@@ -99,7 +103,7 @@ class Commits:
         self._in_background = in_background
         self._pending: _Commit | None = None
         self._failure: BaseException | None = None
-        slots.settle = self.settle
+        slots.make_room = self.make_room
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
         """The writes of a step are done: make it durable. `state` was taken when `step()` was called."""
@@ -131,10 +135,31 @@ class Commits:
         commit = self._pending
         if commit is None or commit.sealed.is_set():
             return
-        commit.state.update(self._take_late(at_forward) or {})
+        failure: Exception | None = None
+        try:
+            commit.state.update(self._take_late(at_forward) or {})
+            commit.chunks = self._slots.state()
+        except Exception as error:  # noqa: BLE001 - raised below, when the thread that commits knows
+            commit.error = failure = error
         commit.sealed.set()
         if not self._in_background:
             self._run(commit)
+        if failure is not None:
+            raise failure
+
+    def make_room(self) -> None:
+        """A slot is about to be written to: return when that harms no step that is committed or about to be.
+
+        Raises
+        ------
+        TierIOError, RankError
+            See `settle`.
+        """
+        commit = self._pending
+        if self._failure is None and commit is not None and not commit.sealed.is_set():
+            commit.was_edited = True
+        else:
+            self.settle()
 
     def settle(self) -> None:
         """Return when the newest step is committed on every rank.
@@ -151,8 +176,8 @@ class Commits:
         commit = self._pending
         if commit is None:
             return
-        self.seal(at_forward=False)
         try:
+            self.seal(at_forward=False)
             self._waits.until(Wait.COMMIT, commit)
         except KeyboardInterrupt:
             raise
@@ -188,9 +213,12 @@ class Commits:
         try:
             self._journal.flush_states()
             commit.sealed.wait()
-            record = StepRecord(self._run_id, commit.sequence, commit.step, commit.chunks, commit.state)
-            self._journal.write(record)
-            mine = commit.sequence
+            if commit.error is None:
+                if commit.was_edited:
+                    self._journal.flush_states()
+                record = StepRecord(self._run_id, commit.sequence, commit.step, commit.chunks, commit.state)
+                self._journal.write(record)
+                mine = commit.sequence
         except BaseException as error:  # noqa: BLE001 - raised by who waits
             commit.error = error
         try:

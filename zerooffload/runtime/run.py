@@ -166,7 +166,7 @@ class Run:
         )
         if record is None:
             manifest = with_places(storage.manifest, [kept for _, kept in self._kept_blocks()])
-            state = {**self._at_step(), **self._tracking.at_forward()}
+            state = {**self._tracking.at_step(), **self._take_late(at_forward=False)}
             journal.begin(manifest, StepRecord(manifest.run_id, 0, 0, nvme.slots.state(), state))
         else:
             nvme.slots.restore(record.chunks)
@@ -219,16 +219,12 @@ class Run:
                     if block is not None and isinstance(kept, NvmeBlock) and kept.first_index is not None:
                         yield block, kept
 
-    def _at_step(self) -> dict[str, Any]:
-        """What a commit takes when `step()` is called, but for the steps, which it counts itself."""
-        return {**self._tracking.at_step(), "steps": self._step_counts()}
-
     def _step_counts(self) -> list[list[int]]:
         return [list(training.steps) for unit in self.units for _, training in trainable(unit)]
 
     def _take_late(self, at_forward: bool) -> dict[str, Any]:  # noqa: FBT001
         """What a commit takes when the user's loop is through with the step."""
-        late = self._tracking.at_forward()
+        late = {**self._tracking.at_forward(), "steps": self._step_counts()}
         return {**late, **self._tracking.random_at_forward()} if at_forward else late
 
     def _training_begins(self) -> None:
@@ -257,7 +253,7 @@ class Run:
         state: dict[str, Any] = {}
         if commits is not None:
             commits.settle()
-            state = self._at_step()
+            state = self._tracking.at_step()
         before = self._slots_before()
         try:
             self._gradients.drain()
@@ -271,7 +267,6 @@ class Run:
         planned.finished()
         self._num_steps += 1
         if commits is not None:
-            state["steps"] = self._step_counts()
             commits.begin(self._num_steps, state)
         self._make_report()
 
@@ -280,6 +275,9 @@ class Run:
         nvme = self._resources.nvme
         in_place = any(block.mirror is not None for block, _ in self._kept_blocks())
         if self._resources.commits is None or nvme is None or in_place or self._collectives.world_size > 1:
+            return None
+        if not nvme.slots.is_committed:
+            # Edited since: the update writes where the edit is.
             return None
         return nvme.slots.state()
 

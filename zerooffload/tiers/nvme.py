@@ -60,6 +60,30 @@ class _CheckedRead:
         return self._ticket.done()
 
 
+class _KeptWrite:
+    """A write of what outlives the run: if it fails, the content is lost until it is written again."""
+
+    def __init__(self, ticket: Waitable, slots: SlotTable, index: int) -> None:
+        self._ticket = ticket
+        self._slots = slots
+        self._index = index
+        self._was_told = False
+
+    def wait(self) -> None:
+        """Block; raise `TierIOError` if it failed."""
+        try:
+            self._ticket.wait()
+        except TierIOError as error:
+            if not self._was_told:
+                self._was_told = True
+                self._slots.lost(self._index, error)
+            raise
+
+    def done(self) -> bool:
+        """Whether it is."""
+        return self._ticket.done()
+
+
 def damaged(file: OpenFile, offset: int, nbytes: int) -> TierIOError:
     """The error for bytes that are not what was written."""
     return TierIOError(
@@ -118,7 +142,7 @@ class NvmeBlock:
         index = self.first_index + chunk
         slot = slots.begin_write(index)
         slots.wrote(index, slot, checksum(source))
-        return self._write(chunk, slot, source)
+        return _KeptWrite(self._write(chunk, slot, source), slots, index)
 
     def initialize(self, chunk: int, source: torch.Tensor) -> Waitable:
         """The first write, to every slot: later writes then need no new blocks of the file system."""

@@ -3,7 +3,7 @@
 [Note: two slots]
 A chunk whose content outlives the run has two places on its file. A committed step names one of them for each chunk;
 only the other is written to, so whatever happens the named content stays as it was. When every rank has committed the
-next step, that one's names count, and the roles change. Writes wait for that: see `SlotTable.settle`.
+next step, that one's names count, and the roles change. Writes wait for that: see `SlotTable.make_room`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ class SlotTable:
 
     Attributes
     ----------
-    settle : callable
+    make_room : callable
         Called before a slot is written to: returns when the step before is committed on every rank, so that its names
-        count. Does nothing until a committer sets it.
+        count, or while nobody has begun to record it. Does nothing until a committer sets it.
     """
 
     def __init__(self) -> None:
-        self.settle: Callable[[], None] = lambda: None
+        self.make_room: Callable[[], None] = lambda: None
         self._num_slots: list[int] = []
         self._current: list[int] = []
         self._checksums: list[int] = []
         self._committed: list[int] = []
+        self._lost: dict[int, Exception] = {}
 
     def __len__(self) -> int:
         return len(self._num_slots)
@@ -52,7 +53,9 @@ class SlotTable:
         return first
 
     def current(self, index: int) -> int:
-        """The slot that holds a chunk's newest content."""
+        """The slot that holds a chunk's newest content; raises what went wrong if that is lost."""
+        if index in self._lost:
+            raise self._lost[index]
         return self._current[index]
 
     def checksum(self, index: int) -> int:
@@ -61,22 +64,35 @@ class SlotTable:
 
     def begin_write(self, index: int) -> int:
         """The slot that may be written to now."""
-        self.settle()
+        self.make_room()
         return 1 - self._committed[index] if self._num_slots[index] > 1 else 0
 
     def wrote(self, index: int, slot: int, checksum: int) -> None:
         """A chunk's newest content is in this slot from now on."""
         self._current[index] = slot
         self._checksums[index] = checksum
+        self._lost.pop(index, None)
+
+    def lost(self, index: int, error: Exception) -> None:
+        """The write of a chunk's newest content failed, so nobody knows what is there."""
+        self._lost[index] = error
 
     def state(self) -> SlotState:
-        """A copy of what is newest."""
+        """A copy of what is newest; raises what went wrong if a chunk's is lost."""
+        for error in self._lost.values():
+            raise error
         return SlotState(np.array(self._current, np.uint8), np.array(self._checksums, np.uint64))
 
     def restore(self, state: SlotState) -> None:
-        """Let what was newest then be newest again."""
+        """Let what was newest then, and was not written to since, be newest again."""
+        self._lost.clear()
         self._current = state.slots.tolist()
         self._checksums = state.checksums.tolist()
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether what is newest is what the newest committed step names, so that no write touches it."""
+        return self._current == self._committed and not self._lost
 
     def commit(self, state: SlotState) -> None:
         """Every rank has committed a step that names these slots."""
