@@ -87,7 +87,7 @@ def full_params(
     Raises
     ------
     ConfigError
-        If a parameter is not offloaded.
+        If a parameter is not offloaded; if steps are committed and one was changed that is frozen.
     BudgetError
         If the parameters, or the copies kept to find edits, do not fit.
     """

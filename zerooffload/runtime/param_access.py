@@ -45,6 +45,7 @@ class ParamAccess:
         self._residency = residency
         self._gradients = gradients
         self._collectives = collectives
+        self._resources = resources
         self._host = resources.budgets[TierName.HOST]
         self._slots = SlotAccess(resources.ring, parts, residency.settle)
 
@@ -64,6 +65,8 @@ class ParamAccess:
                 stack.enter_context(self._whole_gradients(units, writeback=writeback))
             try:
                 yield
+                if writeback:
+                    self._check_outlive(copies)
             except BaseException:
                 _undo(copies)
                 raise
@@ -152,6 +155,19 @@ class ParamAccess:
     def _copy(self, part: UnitFlat) -> Iterator[tuple[UnitFlat, list[torch.Tensor]]]:
         with self.lease_copies(part.flat.layout.nbytes):
             yield part, [param.detach().clone() for param in part.flat.params]
+
+    def _check_outlive(self, copies: list[tuple[UnitFlat, list[torch.Tensor]]]) -> None:
+        """See that edits are of what a committed step covers: what is frozen has one slot, or none."""
+        if self._resources.commits is None:
+            return
+        for part, before in copies:
+            for slot, param, old in zip(part.flat.layout.slots, part.flat.params, before, strict=True):
+                if part.training is None and bool((_bits(param) != _bits(old)).any()):
+                    raise ConfigError(
+                        f"{slot.param.name} was frozen when zo.offload was called, and steps are committed here: a"
+                        " change of it would not survive a crash. Change it before zo.offload, or offload it with"
+                        " requires_grad=True and leave it out of the optimizer, or set atomic_steps=False"
+                    )
 
     def _write_back(self, part: UnitFlat, before: list[torch.Tensor]) -> None:
         """Take edited parameters home. Where a value changed, what its master had beyond it belonged to the old one."""
