@@ -13,8 +13,8 @@ LEAST_LEAK_BYTES = 512
 allocator needs in addition after some use (50 bytes a step, on average over these)."""
 
 
-def test_a_thousand_steps_leave_nothing(in_memory: Path) -> None:
-    ((before, after),) = run_ranks(train_long, 1, str(in_memory), [FIRST, LAST])
+def test_a_thousand_steps_leave_nothing(scratch: Path) -> None:
+    ((before, after),) = run_ranks(train_long, 1, str(scratch), [FIRST, LAST])
     for what in ("descriptors", "python threads", "threads", "lengths", "blocks"):
         assert after[what] == before[what], what
     grown_bytes = after["resident bytes"] - before["resident bytes"]

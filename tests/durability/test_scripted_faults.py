@@ -159,11 +159,11 @@ def assert_whole(outcome: Outcome | None, told: Told, plain: Outcome) -> None:
     assert differences(outcome, Outcome(params=plain.params)) == []
 
 
-def test_there_are_so_many_operations(in_memory: Path, plain: Outcome) -> None:
+def test_there_are_so_many_operations(scratch: Path, plain: Outcome) -> None:
     environment = cpu_with_simulated_drive(on_files=True)
     engine = environment.open_engine()
     assert isinstance(engine, SimulatedEngine)
-    model = offload_prepared(RECIPE, environment, **SETTINGS, nvme_paths=[in_memory])
+    model = offload_prepared(RECIPE, environment, **SETTINGS, nvme_paths=[scratch])
     assert engine.num_operations == NUM_TO_BEGIN
     told = Told()
     _train(model, told, insist=False)
@@ -174,59 +174,59 @@ def test_there_are_so_many_operations(in_memory: Path, plain: Outcome) -> None:
 
 
 @pytest.mark.parametrize("fault", faults_everywhere(4, 0))
-def test_a_new_run_goes_on_from_the_last_committed_step(fault: Fault, in_memory: Path, plain: Outcome) -> None:
+def test_a_new_run_goes_on_from_the_last_committed_step(fault: Fault, scratch: Path, plain: Outcome) -> None:
     told = Told()
-    outcome = run(in_memory, [fault], told, insist=False)
+    outcome = run(scratch, [fault], told, insist=False)
     if told.errors:
-        outcome = run(in_memory, [], told, insist=False)
+        outcome = run(scratch, [], told, insist=False)
     assert_told(told, fault)
     assert_whole(outcome, told, plain)
 
 
 @pytest.mark.parametrize("fault", faults_everywhere(4, 2))
-def test_a_call_that_is_repeated_goes_on_rightly_or_not_at_all(fault: Fault, in_memory: Path, plain: Outcome) -> None:
+def test_a_call_that_is_repeated_goes_on_rightly_or_not_at_all(fault: Fault, scratch: Path, plain: Outcome) -> None:
     told = Told()
-    outcome = run(in_memory, [fault], told, insist=True)
+    outcome = run(scratch, [fault], told, insist=True)
     if not fault.then and fault.operation == "read":
         # Nothing that fails to be read once ends a run.
         assert outcome is not None
     if outcome is None:
-        outcome = run(in_memory, [], told, insist=False)
+        outcome = run(scratch, [], told, insist=False)
     assert_told(told, fault)
     assert_whole(outcome, told, plain)
 
 
 @pytest.mark.parametrize("fault", faults_everywhere(9, 1))
-def test_states_in_memory_of_which_copies_are_kept(fault: Fault, in_memory: Path, plain: Outcome) -> None:
+def test_states_in_memory_of_which_copies_are_kept(fault: Fault, scratch: Path, plain: Outcome) -> None:
     told = Told()
-    outcome = run(in_memory, [fault], told, insist=True, **DURABLE)
+    outcome = run(scratch, [fault], told, insist=True, **DURABLE)
     if outcome is None:
         assert_told(told, fault)
-        outcome = run(in_memory, [], told, insist=False, **DURABLE)
+        outcome = run(scratch, [], told, insist=False, **DURABLE)
     assert_whole(outcome, told, plain)
 
 
 @pytest.mark.parametrize(
     ("operation", "at"), [("write", at) for at in range(0, 42, 5)] + [("write", 40), ("write", 41), ("flush", 0)]
 )
-def test_a_run_that_could_not_begin_has_left_nothing(operation: str, at: int, in_memory: Path, plain: Outcome) -> None:
+def test_a_run_that_could_not_begin_has_left_nothing(operation: str, at: int, scratch: Path, plain: Outcome) -> None:
     told = Told()
     fault = Fault(at=at, operation=operation)
-    assert run(in_memory, [fault], told, insist=False) is None
+    assert run(scratch, [fault], told, insist=False) is None
     assert_told(told, fault)
-    assert list(in_memory.iterdir()) == []
-    assert_whole(run(in_memory, [], told, insist=False), told, plain)
+    assert list(scratch.iterdir()) == []
+    assert_whole(run(scratch, [], told, insist=False), told, plain)
 
 
 @pytest.mark.parametrize(("operation", "at"), [("read", 0), ("read", 17), ("write", 0), ("flush", 0)])
-def test_a_resume_that_failed_can_be_tried_again(operation: str, at: int, in_memory: Path, plain: Outcome) -> None:
+def test_a_resume_that_failed_can_be_tried_again(operation: str, at: int, scratch: Path, plain: Outcome) -> None:
     """In the same run, or in another one: nothing was changed."""
     told = Told()
     interrupted = [Fault(at=80, operation="read", then=EVERYTHING)]
-    assert run(in_memory, interrupted, told, insist=False) is None
+    assert run(scratch, interrupted, told, insist=False) is None
     told.errors.clear()
     fault = Fault(at=at, operation=operation, files="states.bin" if operation == "read" else "record-*")
-    assert run(in_memory, [fault], told, insist=False) is None
+    assert run(scratch, [fault], told, insist=False) is None
     assert len(told.errors) == 1
     assert f"{operation} of " in str(told.errors[0])
-    assert_whole(run(in_memory, [fault], told, insist=True), told, plain)
+    assert_whole(run(scratch, [fault], told, insist=True), told, plain)

@@ -1,0 +1,110 @@
+"""A drive that fails once while a run commits its steps: the right numbers or an error, then and after `zo.resume`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from support.durable_training import (
+    ALL_ON_NVME,
+    Reference,
+    Scenario,
+    Training,
+    environment_with,
+    real_environment,
+    training,
+)
+from support.simulated_engine import Fault, SimulatedEngine, Transfers
+
+import zerooffload as zo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from zerooffload.runtime.build import Environment
+
+    Uninterrupted = Callable[[Scenario], Reference]
+
+SCENARIOS = {
+    "on nvme": Scenario(edits=True),
+    "durable": Scenario(edits=True, config={"params": "host", "optimizer": "host", "durable": True}),
+}
+
+
+def failing(operation: str, at: int, **options: Any) -> Environment:
+    """One operation fails."""
+    fault = Fault(at=at, operation=operation)
+    return environment_with(lambda: SimulatedEngine(Transfers.EAGER, faults=[fault], on_files=True), **options)
+
+
+def goes_on(scenario: Scenario, folder: Path, reference: Reference) -> int:
+    """The step that the directory resumes at; compared."""
+    with training(scenario, folder, real_environment()) as run:
+        step = run.resume()
+        assert reference.moments[step].differences(run.moment()) == []
+        assert run.finish() == reference.losses[run.loader.position - len(reference.losses) :] or run.is_over()
+    return step
+
+
+@pytest.mark.parametrize("kind", SCENARIOS)
+@pytest.mark.parametrize("operation", ["write", "flush"])
+def test_one_failure_anywhere(kind: str, operation: str, uninterrupted: Uninterrupted, scratch: Path) -> None:
+    """Whoever does not repeat anything finds all but one finished step, and continues rightly."""
+    scenario = SCENARIOS[kind]
+    reference = uninterrupted(scenario)
+    failed = []
+    for at in range(200):
+        folder = scratch / f"{at}"
+        finished = 0
+        try:
+            with training(scenario, folder, failing(operation, at)) as run:
+                try:
+                    run.finish()
+                finally:
+                    finished = run.num_steps
+        except zo.TierIOError as error:
+            failed.append(error.operation)
+        else:
+            break
+        assert goes_on(scenario, folder, reference) >= finished - 1
+    assert set(failed) == {operation}
+    assert len(failed) > 8
+
+
+def test_an_update_fails_after_an_edit_that_no_step_has_committed(scratch: Path) -> None:
+    """Its chunks may be written in place: what happened half is not taken for undone."""
+    scenario = Scenario(config={**ALL_ON_NVME, "gradients": "nvme"})
+
+    def until_step(run: Training) -> None:
+        for _ in range(2):
+            run.one_batch()
+        loss = run.model(run.loader.next())
+        loss.backward()
+        run.edit()
+
+    def params_after(run: Training) -> dict[str, torch.Tensor]:
+        run.optimizer.step()
+        return dict(run.moment().values["params"])
+
+    with training(scenario, scratch / "whole", real_environment()) as run:
+        until_step(run)
+        expected = params_after(run)
+    refused = []
+    # Two units have a gradient then, with two states each.
+    for at in range(4):
+        engine = SimulatedEngine(Transfers.EAGER, on_files=True)
+        with training(scenario, scratch / f"{at}", environment_with(lambda engine=engine: engine)) as run:  # type: ignore[misc]
+            until_step(run)
+            engine.fail_next("write", after=at)
+            with pytest.raises(zo.TierIOError):
+                run.optimizer.step()
+            try:
+                got = params_after(run)
+            except zo.ConfigError as error:
+                refused.append(str(error))
+            else:
+                assert all(torch.equal(got[name], expected[name]) for name in expected)
+    assert len(refused) == 4
+    assert all("half-way" in text for text in refused)

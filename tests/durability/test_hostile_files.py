@@ -1,0 +1,39 @@
+"""A short run of `fuzz_journal.py`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from support.hostile_files import attack, sample_manifest, sample_record, signed_manifest, signed_record
+
+import zerooffload as zo
+from zerooffload.journal.manifest import read_manifest
+from zerooffload.journal.record import decode
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_only_checkpoint_errors_come_out(seed: int, scratch: Path) -> None:
+    outcomes = {attack(seed << 32 | number, scratch, measure=not number % 8) for number in range(300)}
+    assert {outcome.rpartition(": ")[2] for outcome in outcomes} == {"read", "refused"}
+
+
+def test_the_samples_themselves_are_read(scratch: Path) -> None:
+    record, manifest = sample_record(), sample_manifest()
+    encoded = record.encode()
+    assert signed_record(encoded[64:]) == encoded
+    assert decode(encoded, "record").state == record.state
+    path = scratch / "manifest.json"
+    path.write_bytes(manifest.encode())
+    assert read_manifest(path) == manifest
+    assert signed_manifest(manifest.encode().partition(b"\n")[0]) == manifest.encode()
+
+
+def test_many_slots_in_a_record_of_few_bytes() -> None:
+    """A count of chunks reserves nothing before it is compared with the length."""
+    for count in (2**32, 2**63, 2**64 - 1):
+        with pytest.raises(zo.CheckpointError, match=f"names {count} chunks"):
+            decode(signed_record(count.to_bytes(8, "little") + bytes(100)), "record")
