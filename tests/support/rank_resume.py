@@ -1,0 +1,102 @@
+"""Resuming on ranks whose files are not equally new; in a module that spawned processes can import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.rank_training import (
+    NUM_MICRO_STEPS,
+    OPTIONS,
+    even_shares,
+    global_batch,
+    offload_config,
+    whole_params,
+)
+from support.small_models import small_gpt2
+from torch import nn
+
+import zerooffload as zo
+
+NUM_STEPS = 4
+HOMES = ("nvme", "nvme", "host")
+
+
+def train_damage_resume(rank: int, world_size: int, folder: str, damage: str, damaged_rank: int) -> dict[str, Any]:
+    """A few steps, damage to one rank's newest record, and the same steps again from where `zo.resume` begins."""
+    moments, losses = [], []
+    model, optimizer, scheduler = _begin(folder)
+    assert zo.resume(model, optimizer) == 0
+    for step in range(NUM_STEPS):
+        losses.append(_step(model, optimizer, scheduler, step, even_shares(world_size)[rank]))
+        moments.append(_moment(model, optimizer))
+    zo.close(model)
+    dist.barrier()
+    if rank == damaged_rank:
+        _damage(Path(folder) / "zerooffload" / f"rank-{rank:05d}" / f"record-{NUM_STEPS % 2}.bin", damage)
+    dist.barrier()
+    model, optimizer, scheduler = _begin(folder)
+    resumed = zo.resume(model, optimizer)
+    _check_same(_moment(model, optimizer), moments[resumed - 1])
+    for step in range(resumed, NUM_STEPS):
+        assert _step(model, optimizer, scheduler, step, even_shares(world_size)[rank]) == losses[step]
+        _check_same(_moment(model, optimizer), moments[step])
+    zo.close(model)
+    dist.barrier()
+    model, optimizer, _ = _begin(folder)
+    again = zo.resume(model, optimizer)
+    _check_same(_moment(model, optimizer), moments[again - 1])
+    zo.close(model)
+    return {"resumed": resumed, "again": again}
+
+
+def _begin(folder: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    model = small_gpt2()
+    zo.offload(model, offload_config(folder, HOMES))
+    optimizer = zo.AdamW(model.parameters(), **OPTIONS)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    zo.track(model, scheduler=scheduler)
+    return model, optimizer, scheduler
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, step: int, share: Any) -> list[float]:
+    losses = []
+    for micro_step in range(NUM_MICRO_STEPS):
+        loss = share.loss(model, global_batch(step, micro_step))
+        (loss / NUM_MICRO_STEPS).backward()
+        losses.append(loss.item())
+    zo.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+    return losses
+
+
+def _moment(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    state = optimizer.state_dict()
+    return {
+        "params": whole_params(model),
+        "states": {(key, name): value for key, entry in state["state"].items() for name, value in entry.items()},
+        "rate": state["param_groups"][0]["lr"],
+    }
+
+
+def _check_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["rate"] == other["rate"]
+    for kind in ("params", "states"):
+        assert one[kind].keys() == other[kind].keys()
+        assert all(torch.equal(value, other[kind][name]) for name, value in one[kind].items())
+
+
+def _damage(path: Path, damage: str) -> None:
+    if damage == "removed":
+        path.unlink()
+    elif damage == "torn":
+        content = path.read_bytes()
+        path.write_bytes(content[:4096] + bytes(len(content) - 4096))
+    elif damage == "zeros":
+        path.write_bytes(bytes(path.stat().st_size))
+    else:
+        assert damage == "none"
