@@ -12,11 +12,14 @@ import pytest
 import torch
 from hypothesis import settings
 from support.durable_training import Reference, Scenario, train_uninterrupted
+from support.short_rings import no_cache
 
 from zerooffload.formats import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+__all__ = ["no_cache"]
 
 settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=False)
 settings.load_profile("deterministic")

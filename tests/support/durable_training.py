@@ -311,6 +311,10 @@ class _UnflushedEngine:
         check_aligned(offset_bytes, source)
         return self._engine.submit_write(file, offset_bytes, source)
 
+    def register(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - the protocol's
+        """Memory is taken as it comes."""
+        return False
+
     def submit_flush(self, file: OpenFile) -> Waitable:
         """Nothing to do."""
         del file

@@ -100,6 +100,10 @@ class WatchedEngine:
         self._moments.come(f"before a {what}")
         return self._begun(what, self._engine.submit_write(file, offset_bytes, source))
 
+    def register(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - the protocol's
+        """Memory is taken as it comes."""
+        return False
+
     def submit_flush(self, file: OpenFile) -> Waitable:
         """See `Engine`."""
         what = f"flush of {file.path.stem.partition('-')[0]}"

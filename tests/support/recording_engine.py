@@ -198,6 +198,10 @@ class RecordingEngine:
 
         return _Ticket(finish)
 
+    def register(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - the protocol's
+        """Memory is taken as it comes."""
+        return False
+
     def submit_flush(self, file: OpenFile) -> _Ticket:
         name = self._log.name_of(file.path)
         if name is None:

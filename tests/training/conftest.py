@@ -6,10 +6,13 @@ import pytest
 import torch
 from support.folders import leftovers
 from support.reference_training import Outcome, Recipe, train_plain
+from support.short_rings import no_cache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
+
+__all__ = ["no_cache"]
 
 SMALL_CHUNK_NUMEL = 4096
 
@@ -37,12 +40,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
     """Chunks of 4096 elements, so that a block of a small model is several."""
     monkeypatch.setattr("zerooffload.planner.placement.CHUNK_NUMEL", SMALL_CHUNK_NUMEL)
     return SMALL_CHUNK_NUMEL
-
-
-@pytest.fixture
-def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rings as short as work needs, so that an update reads nearly everything."""
-    monkeypatch.setattr("zerooffload.planner.admission.AnnouncedPlan.with_cache", lambda plan: plan)
 
 
 @pytest.fixture(scope="session")
