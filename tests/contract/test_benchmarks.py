@@ -1,0 +1,67 @@
+"""The benchmarks of the drive run, clean up, and say what is wrong with their input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerooffload import native
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TINY = {"nvme_bandwidth.py": ("--gib", "0.1", "--seconds", "0.01", "--repetitions", "1")}
+
+pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="a source package has no benchmarks")
+
+
+def run(name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, BENCHMARKS / name, *words]
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+
+
+def result_of(name: str, folder: Path) -> dict[str, Any]:
+    if shutil.which("cc") is None:
+        pytest.skip("the limit is a C program, and there is no compiler")
+    if not native.available:
+        pytest.skip(f"no native engine to compare: {native.why_unavailable}")
+    drive, file = folder / "drive", folder / "result.json"
+    drive.mkdir()
+    done = run(name, drive, *TINY[name], "--json", file)
+    assert not list(drive.iterdir())
+    if "cannot be opened with O_DIRECT" in done.stderr:
+        pytest.skip("the file system of the temporary folder has no direct I/O")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert {"machine", "versions", "rows", "checks"} <= set(result)
+    assert all(set(item) == {"name", "value", "target", "better", "ok"} for item in result["checks"])
+    return result
+
+
+def test_nvme_bandwidth_compares_each_engine_that_works_with_the_limit(tmp_path: Path) -> None:
+    result = result_of("nvme_bandwidth.py", tmp_path)
+    who = {row["who"] for row in result["rows"]}
+    assert {"threads", "limit", "aiofiles"} <= who
+    assert ("uring" in who) != ("uring" in result["missing"])
+    assert ("fio" in who) != ("fio" in result["missing"])
+    assert all(row["gb_per_second"]["median"] > 0 for row in result["rows"])
+    checked = {"uring": 16, "threads": 16}
+    assert len(result["checks"]) == sum(num for name, num in checked.items() if name in who)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_missing_folder_is_told(name: str, tmp_path: Path) -> None:
+    done = run(name, tmp_path / "nowhere")
+    assert done.returncode == 1
+    assert "nowhere is not a folder" in done.stderr
+
+
+def test_too_little_space_is_told_with_what_is_needed(tmp_path: Path) -> None:
+    done = run("nvme_bandwidth.py", tmp_path, "--gib", "1000000")
+    assert done.returncode == 1
+    assert "this takes 3906 TiB" in done.stderr
+    assert not list(tmp_path.iterdir())
