@@ -27,6 +27,7 @@ import psutil
 import torch
 
 import zerooffload as zo
+from zerooffload.accelerator import populated_pages
 from zerooffload.formats import GIB, KIB, MIB, format_bytes
 from zerooffload.machine.cores import usable_cores
 
@@ -171,6 +172,22 @@ def compiled(folder: Path) -> Path:
     if done.returncode:
         raise SystemExit(f"{SOURCE.name} cannot be compiled: {done.stderr.strip()}")
     return program
+
+
+def lay_out(file: Path, nbytes: int) -> None:
+    """Make a file of that length, preallocated and then written once, past the page cache."""
+    noise = populated_pages(8 * MIB)
+    noise.copy_(torch.randint(0, 256, (noise.numel(),), dtype=torch.uint8))
+    view = memoryview(noise.numpy().data)
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        written = 0
+        while written < nbytes:
+            written += os.pwrite(fd, view[: nbytes - written], written)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def take_turns(contenders: Mapping[K, Contender], seconds: float, turn_seconds: float) -> dict[K, Turn]:

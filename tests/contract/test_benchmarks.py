@@ -14,7 +14,10 @@ import pytest
 from zerooffload import native
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-TINY = {"nvme_bandwidth.py": ("--gib", "0.1", "--seconds", "0.01", "--repetitions", "1")}
+TINY = {
+    "nvme_bandwidth.py": ("--gib", "0.1", "--seconds", "0.01", "--repetitions", "1"),
+    "optimizer_stream.py": ("--parameters", "12e6", "--steps", "2", "--grid-seconds", "0.01", "--engine", "threads"),
+}
 
 pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="a source package has no benchmarks")
 
@@ -53,6 +56,16 @@ def test_nvme_bandwidth_compares_each_engine_that_works_with_the_limit(tmp_path:
     assert len(result["checks"]) == sum(num for name, num in checked.items() if name in who)
 
 
+def test_a_streamed_step_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
+    result = result_of("optimizer_stream.py", tmp_path)
+    assert [row["name"] for row in result["rows"]] == ["atomic fp32 threads", "in place fp32 threads"]
+    for row in result["rows"]:
+        assert row["step_seconds"]["median"] > 0 < row["floor_seconds"]["median"]
+    moved = [item for item in result["checks"] if "bytes" in item["name"]]
+    assert len(moved) == 4
+    assert all(item["ok"] for item in moved)
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_a_missing_folder_is_told(name: str, tmp_path: Path) -> None:
     done = run(name, tmp_path / "nowhere")
@@ -60,8 +73,12 @@ def test_a_missing_folder_is_told(name: str, tmp_path: Path) -> None:
     assert "nowhere is not a folder" in done.stderr
 
 
-def test_too_little_space_is_told_with_what_is_needed(tmp_path: Path) -> None:
-    done = run("nvme_bandwidth.py", tmp_path, "--gib", "1000000")
+@pytest.mark.parametrize(
+    ("name", "too_much", "needed"),
+    [("nvme_bandwidth.py", "--gib=1e6", "3906 TiB"), ("optimizer_stream.py", "--parameters=1e15", "32742 TiB")],
+)
+def test_too_little_space_is_told_with_what_is_needed(name: str, too_much: str, needed: str, tmp_path: Path) -> None:
+    done = run(name, tmp_path, too_much)
     assert done.returncode == 1
-    assert "this takes 3906 TiB" in done.stderr
+    assert f"this takes {needed}" in done.stderr
     assert not list(tmp_path.iterdir())
