@@ -141,14 +141,17 @@ class NvmeBlock:
             return self._write(chunk, 0, source)
         index = self.first_index + chunk
         slot = slots.begin_write(index)
+        ticket = self._write(chunk, slot, source)
+        # While the drive is at work: this takes as long as a fifth of the write does at 7 GB/s.
         slots.wrote(index, slot, checksum(source))
-        return _KeptWrite(self._write(chunk, slot, source), slots, index)
+        return _KeptWrite(ticket, slots, index)
 
     def initialize(self, chunk: int, source: torch.Tensor) -> Waitable:
         """The first write, to every slot: later writes then need no new blocks of the file system."""
+        tickets = [self._write(chunk, slot, source) for slot in range(len(self.places[chunk].offsets))]
         if self.first_index is not None:
             self._tier.slots.wrote(self.first_index + chunk, 0, checksum(source))
-        return _All([self._write(chunk, slot, source) for slot in range(len(self.places[chunk].offsets))])
+        return _All(tickets)
 
     def _read(self, chunk: int, target: torch.Tensor, *, check: bool) -> Waitable:
         place, slot, expected = self.places[chunk], 0, None
