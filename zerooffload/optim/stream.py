@@ -1,8 +1,13 @@
 """The streamed update: chunks are read, stepped and written, several in flight at once.
 
 Of each chunk, what its home lets the kernel address is updated in place; the rest passes through a slot of the staging
-ring. Reads run half a ring ahead of the kernel, writes half a ring behind it. The order of chunks is turned around in
-every step: those that were updated last are still in the ring, and need not be read (see tiers/staging.py).
+ring. The order of chunks is turned around in every step: those that were updated last are still in the ring, and need
+not be read (see tiers/staging.py).
+
+[Note: reads run ahead as far as they can]
+All slots but one hold chunks that are read or stepped; the write of the chunk before those has the last one. So the
+drive has reads left to do all the while that a chunk is stepped and its checksums are taken. With half of the ring
+ahead it could run out of them: on a drive of 5 GB/s that cost 2 to 6 % of the step.
 """
 
 from __future__ import annotations
@@ -81,7 +86,7 @@ class StreamedUpdate:
         TierIOError
             If a state could not be read or written: the states of the chunks before are new, those after it old.
         """
-        depth = max(1, self._ring.num_working // 2)
+        depth = max(1, self._ring.num_working - 1)
         staged: deque[_Staged] = deque()
         try:
             for update in updates:

@@ -31,7 +31,7 @@ from zerooffload.tiers.staging import ring_nbytes
 CHUNK_NUMEL = 2 << 20
 """Elements of a chunk: 16 MiB of fp32 moments."""
 NUM_STAGING_SLOTS = 4
-"""Two chunks being read and stepped, two being written."""
+"""Three chunks being read and stepped, one being written."""
 NUM_GRADIENT_SLOTS = 2
 JOURNAL_HOLDER = "journal"
 
