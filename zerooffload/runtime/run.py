@@ -197,11 +197,6 @@ class Run:
         self._random_at_forward = record.state.get("random_at_forward")
         return record.step
 
-    def committed_step(self) -> int | None:
-        """The newest step that every rank has committed; None where steps are not committed."""
-        commits = self._resources.commits
-        return None if commits is None else commits.step
-
     def _take_up(self, record: StepRecord, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         blocks = list(self._kept_blocks())
         KeptChunks(self._resources.ring, self._parts).take_up(blocks)
@@ -438,6 +433,7 @@ class Run:
             tiers=self._resources.usage(),
             baseline_bytes=self._baseline_bytes,
             process_peak_bytes=process_peak_bytes(),
+            committed_step=None if self._resources.commits is None else self._resources.commits.step,
         )
         self._step_began = now
 

@@ -46,6 +46,8 @@ class StepReport:
         device, host and nvme.
     baseline_bytes, process_peak_bytes : int
         Resident memory of the process before `offload`, and its peak (VmHWM) so far.
+    committed_step : int or None
+        The newest step that a crash would not have cost when this one ended; None where steps are not committed.
     """
 
     step: int
@@ -56,6 +58,7 @@ class StepReport:
     tiers: tuple[TierUsage, ...]
     baseline_bytes: int
     process_peak_bytes: int
+    committed_step: int | None = None
 
     @property
     def compute_seconds(self) -> float:

@@ -105,6 +105,7 @@ def _step(record: Any) -> dict[str, Any]:
         "lr": record.lr,
         "grad_norm": record.grad_norm,
         "seconds": record.seconds,
+        "committed_step": report.committed_step,
         "bytes_moved": dict(report.bytes_moved),
         "waits": dict(report.waits),
         "work": dict(report.work),
