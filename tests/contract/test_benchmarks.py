@@ -16,7 +16,16 @@ from zerooffload import native
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = {
     "nvme_bandwidth.py": ("--gib", "0.1", "--seconds", "0.01", "--repetitions", "1"),
-    "optimizer_stream.py": ("--parameters", "12582912", "--steps", "2", "--grid-seconds", "0.01", "--engine", "threads"),
+    "optimizer_stream.py": (
+        "--parameters",
+        "12582912",
+        "--steps",
+        "2",
+        "--grid-seconds",
+        "0.01",
+        "--engine",
+        "threads",
+    ),
 }
 
 pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="a source package has no benchmarks")

@@ -15,6 +15,7 @@ from support.power_cuts import folder_with, recorded_run
 import zerooffload as zo
 from zerooffload.journal.manifest import Manifest, read_manifest
 from zerooffload.journal.record import StepRecord, decode
+from zerooffload.journal.verification import layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,12 +93,13 @@ def slot_extents(finished: Finished, *, named: bool) -> Iterable[tuple[int, int]
     """Offset and length of each chunk's slot that the newest step names, or of the other one."""
     slots = iter(finished.record.chunks.slots)
     for state in finished.manifest.states:
-        for _, offsets in state.chunks:
+        layout = layout_of(state)
+        for chunk, (_, offsets) in enumerate(state.chunks):
             slot = int(next(slots))
             if len(offsets) > 1:
-                yield offsets[slot if named else 1 - slot], abs(offsets[1] - offsets[0])
+                yield offsets[slot if named else 1 - slot], layout.file_nbytes(chunk)
             elif named:
-                yield offsets[0], 4096
+                yield offsets[0], layout.file_nbytes(chunk)
 
 
 def test_an_undamaged_run_is_continued(finished: Finished) -> None:

@@ -306,10 +306,17 @@ class NvmeTier:
         self.state_files, self._scratch_files, self.directories, self._leases = [], [], [], []
 
     def _places(self, layout: RecordLayout, num_slots: int, used: list[int]) -> list[ChunkPlace]:
-        places = []
+        """Chunks on the least used paths; a slot of all of them lies in one piece, so that reads run on."""
+        loads = list(used)
+        paths = []
         for chunk in range(layout.num_chunks):
-            nbytes = layout.file_nbytes(chunk)
-            path = min(range(len(used)), key=lambda index: (used[index] + nbytes * num_slots) / self._speeds[index])
-            places.append(ChunkPlace(path, tuple(used[path] + slot * nbytes for slot in range(num_slots))))
-            used[path] += nbytes * num_slots
-        return places
+            nbytes = layout.file_nbytes(chunk) * num_slots
+            path = min(range(len(loads)), key=lambda index: (loads[index] + nbytes) / self._speeds[index])
+            loads[path] += nbytes
+            paths.append(path)
+        offsets: list[list[int]] = [[] for _ in paths]
+        for _ in range(num_slots):
+            for chunk, path in enumerate(paths):
+                offsets[chunk].append(used[path])
+                used[path] += layout.file_nbytes(chunk)
+        return [ChunkPlace(path, tuple(of_chunk)) for path, of_chunk in zip(paths, offsets, strict=True)]
