@@ -67,7 +67,8 @@ def expected_leases(homes: Homes, world_size: int, dtype: str) -> dict[str, int]
     params, _, gradients = homes
     # Streaming through host memory: four slots for what lies on nvme of the largest flat, two for gradients on nvme.
     slot = sum(up(max(of), PAGE) for home, of in zip(homes, (shards, records, shards), strict=True) if home == "nvme")
-    tiers["host"] += 4 * slot
+    # With ample memory no chunk has to leave the ring: each flat is one.
+    tiers["host"] += (max(4, len(flats)) if "nvme" in homes[:2] else 4) * slot
     tiers["host"] += 2 * up(max(shards), PAGE) * (gradients == "nvme")
     # Whole units on the device: all parameters that move, and twice the largest unit and the root's of gradients.
     whole = [up(flat.whole, PAGE) for flat in flats]

@@ -198,6 +198,9 @@ def test_a_step_whose_commit_cannot_begin_is_the_last(
 @pytest.mark.parametrize("io_engine", ["threads", "aiofiles"])
 def test_a_directory_that_may_not_be_entered_any_more(io_engine: str, tmp_path: Path) -> None:
     """Root may enter everything, so another user's process does it."""
+    package = Path(zo.__file__)
+    if not os.geteuid() and not all(folder.stat().st_mode & 0o005 == 0o005 for folder in package.parents):
+        pytest.skip(f"another user may not read the package in {package.parent}")
     folder = tmp_path / "nvme"
     folder.mkdir()
     ((told, ending, refused, differences),) = run_ranks(train_without_permission, 1, str(folder), io_engine)

@@ -54,7 +54,7 @@ def train_damage_resume(rank: int, world_size: int, folder: str, damage: str, da
 
 def _begin(folder: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     model = small_gpt2()
-    zo.offload(model, offload_config(folder, HOMES))
+    zo.offload(model, offload_config(folder, HOMES, overwrite=False))
     optimizer = zo.AdamW(model.parameters(), **OPTIONS)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     zo.track(model, scheduler=scheduler)

@@ -145,9 +145,9 @@ class SimulatedEngine:
         """There is no kernel here."""
         return False
 
-    def fail_next(self, operation: str, *, after: int = 0) -> None:
+    def fail_next(self, operation: str, *, after: int = 0, transferred_bytes: int = 0) -> None:
         """Let an operation of that kind fail, once so many of them are done from now on."""
-        self._faults[Fault(at=after, operation=operation)] = 0
+        self._faults[Fault(at=after, operation=operation, transferred_bytes=transferred_bytes)] = 0
 
     def close(self) -> None:
         """What nobody has waited for is lost, unless a thread does it."""

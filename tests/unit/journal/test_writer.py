@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.drive_images import Begun, Committed, FlushDone, Image
 from support.recording_engine import Log, RecordingEngine, recording
-from support.simulated_engine import Fault, SimulatedEngine, Transfers
+from support.simulated_engine import SimulatedEngine, Transfers
 
 from zerooffload import TierIOError
 from zerooffload.aio import OpenFile
@@ -171,8 +171,7 @@ def test_a_failure_is_told_and_the_step_before_is_still_there(
     made = Journal([folder], engine, [states], NUM_CHUNKS, is_new=True)
     made.begin(manifest, record(0))
     made.write(record(1))
-    at = engine.num_operations[operation]
-    engine._faults[operation, at] = Fault(at=at, operation=operation, transferred_bytes=512)
+    engine.fail_next(operation, transferred_bytes=512)
     with pytest.raises(TierIOError, match=r"record-0\.bin"):
         made.write(record(2, "a state of some length" * 100))
     made.close()
