@@ -9,14 +9,13 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.ranks import run_ranks, started_ranks
 from support.reference_training import Outcome, train_plain
-from support.stepwise import RECIPE, Stepwise, be_refused, hold, train_without_permission
+from support.stepwise import RECIPE, Stepwise, be_refused, hold, train_without_permission, trainings
 
 import zerooffload as zo
 
@@ -33,16 +32,8 @@ def plain() -> Outcome:
 @pytest.fixture
 def begin() -> Iterator[Callable[..., Stepwise]]:
     """`begin(folder, **config)`: a training that is ended when the test is."""
-    started: list[Stepwise] = []
-
-    def made(folder: Path, **config: Any) -> Stepwise:
-        started.append(Stepwise(folder, **config))
-        return started[-1]
-
-    yield made
-    for training in started:
-        with suppress(zo.ZeroOffloadError):
-            training.close()
+    with trainings(zo.ZeroOffloadError) as begin:
+        yield begin
 
 
 def everything_in(folder: Path) -> dict[str, tuple[int, int, int, bytes]]:

@@ -9,12 +9,11 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.file_systems import FileSystem, mounted, why_none
 from support.reference_training import Outcome, train_plain
-from support.stepwise import RECIPE, Stepwise
+from support.stepwise import RECIPE, Stepwise, trainings
 
 import zerooffload as zo
 from zerooffload.runtime.run import Run
@@ -50,16 +49,8 @@ def mount() -> Iterator[Callable[..., FileSystem]]:
 def begin(mount: Callable[..., FileSystem]) -> Iterator[Callable[..., Stepwise]]:
     """`begin(folder, **config)`: a training that is ended when the test is, before its drive goes."""
     del mount
-    started: list[Stepwise] = []
-
-    def made(folder: Path, **config: Any) -> Stepwise:
-        started.append(Stepwise(folder, **config))
-        return started[-1]
-
-    yield made
-    for training in started:
-        with suppress(zo.TierIOError):
-            training.close()
+    with trainings(zo.TierIOError) as begin:
+        yield begin
 
 
 def assert_free(folder: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,21 @@ def train_without_permission(
     differences = training.differences_at_the_end(plain)
     training.close()
     return told, "".join(ending), refused, differences
+
+
+@contextmanager
+def trainings(*failures: type[BaseException]) -> Iterator[Callable[..., Stepwise]]:
+    """`begin(folder, **config)`: a training that is ended with the block; `failures` of that do not count."""
+    started: list[Stepwise] = []
+
+    def begin(folder: Path, **config: Any) -> Stepwise:
+        started.append(Stepwise(folder, **config))
+        return started[-1]
+
+    yield begin
+    for training in started:
+        with suppress(*failures):
+            training.close()
 
 
 @contextmanager

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from zerooffload.errors import CheckpointError, ConfigError
+from zerooffload.tiers import dtype_name
 
 # Quantized tensors, and parts of a byte, are more than their bytes.
 _DTYPE_NAMES = (
@@ -136,7 +137,7 @@ def _numpy(content: Any) -> npt.NDArray[Any]:
 
 def _is_plain(value: torch.Tensor) -> bool:
     """Whether it is its bytes, shape and dtype, and no more."""
-    is_known = _DTYPES.get(str(value.dtype).removeprefix("torch.")) is value.dtype
+    is_known = _DTYPES.get(dtype_name(value.dtype)) is value.dtype
     return is_known and value.layout is torch.strided and not value.is_meta
 
 
@@ -144,7 +145,7 @@ def _tensor(value: torch.Tensor) -> Any:
     contiguous = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
     # A view of bytes needs a dimension.
     content = contiguous.reshape(-1).view(torch.uint8).numpy().tobytes()
-    return _array(str(contiguous.dtype).removeprefix("torch."), contiguous.shape, content)
+    return _array(dtype_name(contiguous.dtype), contiguous.shape, content)
 
 
 def _array(dtype: str, shape: Iterable[int], content: bytes) -> Any:

@@ -17,7 +17,7 @@ from zerooffload.config import Algorithm, MomentFormat
 from zerooffload.errors import ConfigError
 from zerooffload.optim.low_bits import SCALE_BLOCK_NUMEL
 from zerooffload.optim.rules import RULES, Moment
-from zerooffload.tiers import Part
+from zerooffload.tiers import Part, dtype_name
 
 REMAINDER = Part("remainder", torch.int16)
 MASTER = Part("master", torch.float32)
@@ -54,7 +54,7 @@ class OptimizerStates:
             If parameters of that dtype cannot be trained.
         """
         if param_dtype not in _MASTER_PARTS:
-            trainable = ", ".join(str(dtype).removeprefix("torch.") for dtype in _MASTER_PARTS)
+            trainable = ", ".join(dtype_name(dtype) for dtype in _MASTER_PARTS)
             raise ConfigError(
                 f"parameters of {param_dtype} cannot be trained: convert them to one of {trainable}, or freeze them"
             )

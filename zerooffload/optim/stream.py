@@ -116,15 +116,21 @@ class StreamedUpdate:
         for block, is_updated in ((update.param, True), (update.optimizer, True), (update.gradient, False)):
             record = block.view(staged.space, update.chunk)
             if record is None:
-                if staged.slot is None:
-                    staged.slot = self._ring.acquire(self._waits, key=(id(update.param), update.chunk))
-                record = staged.slot.take(block.layout.file_nbytes(update.chunk))
-                if not staged.slot.holds(block, update.chunk):
+                slot = self._slot_of(staged)
+                record = slot.take(block.layout.file_nbytes(update.chunk))
+                if not slot.holds(block, update.chunk):
                     staged.reads.append(block.read(update.chunk, record))
                 if is_updated:
                     staged.writes_back.append((block, record))
             staged.records.append(record)
         return staged
+
+    def _slot_of(self, staged: _Staged) -> StagingSlot:
+        """The chunk's slot of the ring, taken when it is first needed."""
+        if staged.slot is None:
+            update = staged.update
+            staged.slot = self._ring.acquire(self._waits, key=(id(update.param), update.chunk))
+        return staged.slot
 
     def _finish(self, staged: _Staged) -> None:
         try:
@@ -162,9 +168,7 @@ class StreamedUpdate:
                 continue
             copy = record
             if all(record is not staged_record for _, staged_record in staged.writes_back):
-                if staged.slot is None:
-                    staged.slot = self._ring.acquire(self._waits, key=(id(update.param), update.chunk))
-                copy = staged.slot.take(block.layout.file_nbytes(update.chunk))
+                copy = self._slot_of(staged).take(block.layout.file_nbytes(update.chunk))
                 if staged.space is Space.HOST:
                     copy[: record.numel()].copy_(record)
                 else:

@@ -136,7 +136,7 @@ class Resources:
         nvme = Budget(TierName.NVME.value, limits.nvme_bytes)
         self.budgets = {TierName.DEVICE: device, TierName.HOST: host, TierName.NVME: nvme}
         self.tiers: dict[TierName, Tier] = {}
-        self._windows: list[Lease] = []
+        self._leases: list[Lease] = []
         self._rings: list[StagingRing] = []
         try:
             self.tiers[TierName.DEVICE] = device_tier(device, parts.accelerator, parts.transfers)
@@ -155,8 +155,8 @@ class Resources:
             placement = plan.placement
             if placement.commits_steps:
                 nbytes = record_capacity(placement.num_kept_chunks)
-                self._windows.append(host.lease(nbytes, JOURNAL_HOLDER))
-                self._windows.append(nvme.lease(NUM_RECORDS * nbytes, JOURNAL_HOLDER))
+                self._leases.append(host.lease(nbytes, JOURNAL_HOLDER))
+                self._leases.append(nvme.lease(NUM_RECORDS * nbytes, JOURNAL_HOLDER))
             self.ring = self._make_ring(
                 "staging ring", NUM_STAGING_SLOTS, placement.slot_nbytes, parts, num_cached=plan.num_cached_slots
             )
@@ -171,7 +171,7 @@ class Resources:
                 ("parameters in use", plan.window_nbytes),
                 ("gradient collection", plan.collection_nbytes),
             ):
-                self._windows.append(device.lease(nbytes, holder))
+                self._leases.append(device.lease(nbytes, holder))
         except BaseException:
             self.close()
             raise
@@ -237,7 +237,7 @@ class Resources:
             tier.close()
         for ring in self._rings:
             ring.close()
-        for lease in self._windows:
+        for lease in self._leases:
             lease.release()
 
 

@@ -25,7 +25,7 @@ from zerooffload.journal.manifest import first_difference
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.planner.placement import FlatPlacement, StatePlacement
 from zerooffload.sharding.collectives import Collectives, agree
-from zerooffload.tiers import ChunkPlace, NvmeBlock, RunDirectory
+from zerooffload.tiers import ChunkPlace, NvmeBlock, RunDirectory, dtype_name
 from zerooffload.tiers.nvme import STATES_FILE
 
 _log = logging.getLogger("zerooffload")
@@ -163,7 +163,7 @@ def _flat_entry(flat: FlatPlacement, rank: int) -> FlatEntry:
     layout = flat.layout
     return FlatEntry(
         name=layout.name,
-        dtype=str(layout.dtype).removeprefix("torch."),
+        dtype=dtype_name(layout.dtype),
         trainable=layout.trainable,
         numel=layout.numel,
         shard_start=rank * layout.shard_numel,
@@ -179,8 +179,5 @@ def _state_entry(state: StatePlacement) -> StateEntry:
         numel=state.layout.numel,
         chunk_numel=state.layout.chunk_numel,
         num_slots=state.kept.num_slots if state.kept is not None else 1,
-        parts=tuple(
-            PartEntry(part.name, str(part.dtype).removeprefix("torch."), part.block_numel)
-            for part in state.layout.parts
-        ),
+        parts=tuple(PartEntry(part.name, dtype_name(part.dtype), part.block_numel) for part in state.layout.parts),
     )

@@ -5,7 +5,7 @@ from zerooffload.tiers.directory import RunDirectory
 from zerooffload.tiers.memory_tier import MemoryTier, device_tier, host_tier
 from zerooffload.tiers.mirrored import MirroredBlock
 from zerooffload.tiers.nvme import ChunkPlace, NvmeBlock, NvmeTier
-from zerooffload.tiers.records import FILE_ALIGNMENT_BYTES, Part, RecordLayout
+from zerooffload.tiers.records import FILE_ALIGNMENT_BYTES, Part, RecordLayout, dtype_name
 from zerooffload.tiers.slots import SlotState, SlotTable
 from zerooffload.tiers.staging import StagingRing, StagingSlot
 from zerooffload.tiers.transfers import Transfers
@@ -30,5 +30,6 @@ __all__ = [
     "Tier",
     "Transfers",
     "device_tier",
+    "dtype_name",
     "host_tier",
 ]

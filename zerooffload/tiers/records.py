@@ -25,6 +25,11 @@ CHUNK_ALIGNMENT_NUMEL = 4096
 """A chunk's elements are a multiple of this: whole file blocks for any dtype, and whole blocks of the gradient norm."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As files and messages name it: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class Part:
     """One array of a record.
