@@ -16,15 +16,15 @@ from zerooffload.optim.low_bits import NEAREST
 from zerooffload.optim.record import MASTER, REMAINDER
 from zerooffload.optim.reference import read_moment, write_moment
 from zerooffload.optim.rules import Rule
+from zerooffload.runtime.gradient_access import GradientAccess
 from zerooffload.runtime.gradients import GradientPath
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
-from zerooffload.runtime.slot_access import SlotAccess, own_piece
+from zerooffload.runtime.slot_access import SlotAccess, bits, join_pieces, own_piece
 from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.layout import Slot
-from zerooffload.sharding.placeholders import OffloadedGradient
 from zerooffload.sharding.registry import Residence, residence_of
-from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
+from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
 from zerooffload.tiers import Block
 
 
@@ -48,6 +48,7 @@ class ParamAccess:
         self._resources = resources
         self._host = resources.budgets[TierName.HOST]
         self._slots = SlotAccess(resources.ring, parts, residency.settle)
+        self._whole_gradients = GradientAccess(self._slots, collectives, gradients, self.lease_copies)
 
     @contextmanager
     def full(self, units: Iterable[Unit], *, writeback: bool, grads: bool) -> Iterator[None]:
@@ -62,7 +63,7 @@ class ParamAccess:
             self._residency.require(units)
             copies = [stack.enter_context(self._copy(part)) for unit in units for part in unit.parts]
             if grads:
-                stack.enter_context(self._whole_gradients(units, writeback=writeback))
+                stack.enter_context(self._whole_gradients.shown(units, writeback=writeback))
             try:
                 yield
                 if writeback:
@@ -78,7 +79,8 @@ class ParamAccess:
 
     def read_parameter(self, residence: Residence) -> torch.Tensor:
         """A copy of a parameter's values in host memory."""
-        return self._read_whole(residence.part, residence.part.home, residence.slot_index)["param"]
+        part, index = residence.part, residence.slot_index
+        return self._join_pieces(part, index, self._slots.read(part, part.home, index))["param"]
 
     def read_gradient_piece(self, part: UnitFlat, training: TrainingStates, index: int) -> torch.Tensor:
         """A copy of this rank's piece of a parameter's gradient in host memory, 1D, as its home holds it."""
@@ -132,14 +134,8 @@ class ParamAccess:
         self._slots.write(part, training.optimizer, index, record)
         training.steps[index] = int(state["step"])
 
-    def _read_whole(self, part: UnitFlat, block: Block, index: int) -> dict[str, torch.Tensor]:
-        """A parameter's values or gradient joined from all ranks, shaped like the parameter."""
-        return self._join_pieces(part, index, self._slots.read(part, block, index))
-
     def _join_pieces(self, part: UnitFlat, index: int, piece: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        pieces = self._collectives.gather_objects(piece)
-        shape = part.flat.layout.slots[index].param.shape
-        return {name: torch.cat([other[name] for other in pieces]).view(shape) for name in piece}
+        return join_pieces(self._collectives, part, index, piece)
 
     def lease_copies(self, nbytes: int) -> Lease:
         """Host memory for copies that the user gets.
@@ -162,7 +158,7 @@ class ParamAccess:
             return
         for part, before in copies:
             for slot, param, old in zip(part.flat.layout.slots, part.flat.params, before, strict=True):
-                if part.training is None and bool((_bits(param) != _bits(old)).any()):
+                if part.training is None and bool((bits(param) != bits(old)).any()):
                     raise ConfigError(
                         f"{slot.param.name} was frozen when zo.offload was called, and steps are committed here: a"
                         " change of it would not survive a crash. Change it before zo.offload, or offload it with"
@@ -172,7 +168,7 @@ class ParamAccess:
     def _write_back(self, part: UnitFlat, before: list[torch.Tensor]) -> None:
         """Take edited parameters home. Where a value changed, what its master had beyond it belonged to the old one."""
         for index, (param, old) in enumerate(zip(part.flat.params, before, strict=True)):
-            changed = _bits(param) != _bits(old)
+            changed = bits(param) != bits(old)
             if not bool(changed.any()):
                 continue
             if part.range is not None:
@@ -196,39 +192,6 @@ class ParamAccess:
             values = own_piece(part, index, param).to("cpu", torch.float32)
             record[MASTER.name].copy_(torch.where(here, values, record[MASTER.name]))
         self._slots.write(part, optimizer, index, record)
-
-    @contextmanager
-    def _whole_gradients(self, units: list[Unit], *, writeback: bool) -> Iterator[None]:
-        nbytes = sum(part.flat.layout.nbytes for unit in units for part, _ in trainable(unit))
-        with self.lease_copies(nbytes):
-            for unit in units:
-                for part, training in trainable(unit):
-                    self._show_gradients(part, training)
-            try:
-                yield
-                if writeback:
-                    for unit in units:
-                        for part, training in trainable(unit):
-                            self._take_gradients(part, training)
-            finally:
-                for unit in units:
-                    for part, training in trainable(unit):
-                        for param, held in zip(part.flat.params, training.held, strict=True):
-                            param.grad = OffloadedGradient(param) if held else None
-
-    def _show_gradients(self, part: UnitFlat, training: TrainingStates) -> None:
-        for index, param in enumerate(part.flat.params):
-            if training.held[index] and param.grad is not None:
-                grad = self._read_whole(part, training.gradient, index)["grad"].mul_(training.grad_factors[index])
-                param.grad = grad.to(param.device)
-
-    def _take_gradients(self, part: UnitFlat, training: TrainingStates) -> None:
-        for index, param in enumerate(part.flat.params):
-            training.held[index] = param.grad is not None
-            training.grad_factors[index] = 1.0
-            if param.grad is not None:
-                self._slots.write(part, training.gradient, index, {"grad": own_piece(part, index, param.grad.detach())})
-        self._gradients.changed(part)
 
 
 def units_of(module: nn.Module) -> tuple[object, list[Unit]]:
@@ -272,13 +235,6 @@ def _undo(copies: list[tuple[UnitFlat, list[torch.Tensor]]]) -> None:
         for part, before in copies:
             for param, old in zip(part.flat.params, before, strict=True):
                 param.data.copy_(old)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes' own equality: NaN equals itself, -0.0 differs from 0.0."""
-    if not tensor.is_floating_point():
-        return tensor.detach()
-    return tensor.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.int8}[tensor.dtype.itemsize])
 
 
 def _slot(residence: Residence) -> Slot:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from zerooffload.runtime.resources import Parts
+from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.unit import UnitFlat
 from zerooffload.telemetry import Wait, Waitable
 from zerooffload.tiers import Block, Space, StagingRing
@@ -102,6 +103,20 @@ def own_piece(part: UnitFlat, index: int, whole: torch.Tensor) -> torch.Tensor:
     low, high = _own_range(part, index)
     start = part.flat.layout.slots[index].start
     return whole.reshape(-1)[low - start : high - start]
+
+
+def join_pieces(collectives: Collectives, part: UnitFlat, index: int, piece: Views) -> dict[str, torch.Tensor]:
+    """A parameter's record joined from all ranks, shaped like the parameter. Collective."""
+    pieces = collectives.gather_objects(dict(piece))
+    shape = part.flat.layout.slots[index].param.shape
+    return {name: torch.cat([other[name] for other in pieces]).view(shape) for name in piece}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """To compare by: the bytes' own equality, in which NaN equals itself and -0.0 differs from 0.0."""
+    if not tensor.is_floating_point():
+        return tensor.detach()
+    return tensor.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.int8}[tensor.dtype.itemsize])
 
 
 def _own_range(part: UnitFlat, index: int) -> tuple[int, int]:

@@ -165,6 +165,37 @@ def test_gradient_edits_without_writeback_are_undone(
         assert torch.equal(model.head.bias.grad, plain.head.bias.grad)
 
 
+@pytest.mark.parametrize("gradients", ["device", "host", "nvme"])
+def test_looking_at_clipped_gradients_changes_no_bit(
+    offload: Offload, make_net: MakeNet, tokens: torch.Tensor, gradients: str
+) -> None:
+    """In bf16 a gradient times clipping's factor is rounded to be shown; the update gets it as it was."""
+    results = []
+    for looks in (False, True):
+        model = offload(make_net(), gradients=gradients, compute_dtype="bf16")
+        optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+        model(tokens).backward()
+        zo.clip_grad_norm_(model, 0.013)
+        if looks:
+            with zo.full_params(model, grads=True):
+                assert model.head.weight.grad.any()
+        optimizer.step()
+        results.append(masters(model))
+        zo.close(model)
+    assert equal(*results)
+
+
+def test_a_gradient_that_was_set_to_none_before_is_none_inside_and_after(
+    offload: Offload, make_net: MakeNet, tokens: torch.Tensor, tier: str
+) -> None:
+    model = offload(make_net(), tier)
+    model(tokens).backward()
+    model.head.weight.grad = None
+    with zo.full_params(model, writeback=False, grads=True):
+        assert model.head.weight.grad is None
+    assert model.head.weight.grad is None
+
+
 def test_copies_are_leased_and_given_back(offload: Offload, make_net: MakeNet, tokens: torch.Tensor) -> None:
     model = offload(make_net(), "nvme")
     optimizer = zo.AdamW(model.parameters())
