@@ -80,6 +80,10 @@ class OffloadConfig(BaseModel):
     """How the model is cut: "auto", module classes, `fnmatch` patterns of module names, or `(name, module) -> bool`."""
     update: Literal["auto", "after_backward"] = "auto"
     """When the optimizer update runs. "auto" is after_backward until the hidden modes exist."""
+    accumulation_steps: Annotated[int, Field(ge=1, strict=True)] | None = None
+    """How many backwards add up before each `optimizer.step()`. With more than 1, gradients of bf16 and fp16 parameters
+    are added and held in fp32, in 2 more bytes a parameter. None: not said; they add up in their own dtype, as torch's
+    do."""
     atomic_steps: bool = True
     """Commit whole steps on the nvme tier, where all that is trained lives there (or is `durable`): a crash costs at
     most one finished step and the one in progress, and `zo.resume` continues. Takes two slots a chunk, so twice the
@@ -120,6 +124,11 @@ class OffloadConfig(BaseModel):
     def torch_compute_dtype(self) -> torch.dtype | None:
         """The compute dtype as torch's, or None to keep the model's own."""
         return None if self.compute_dtype is None else _COMPUTE_DTYPES[self.compute_dtype]
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether several backwards are said to add up before each step."""
+        return (self.accumulation_steps or 1) > 1
 
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any]) -> Self:

@@ -20,16 +20,20 @@ class EmulatedRanks:
     """One model that is trained as `world_size` ranks train it with the package.
 
     In each micro-step every rank's loss has a backward of its own. The flat buffers of its gradients are added in the
-    order in which gloo adds them, and divided by the number of ranks once. Micro-steps add up in fp32. The norm adds
-    exact sums of squares over each rank's shard, in rank order.
+    order in which gloo adds them, and divided by the number of ranks once, in the dtype of the model. Micro-steps add
+    up in fp32. The norm adds exact sums of squares over each rank's shard, in rank order.
 
     Everything runs on one thread, as in the ranks: other threads cut sums in other places.
     """
 
-    def __init__(self, model: nn.Module, world_size: int, **options: object) -> None:
+    def __init__(
+        self, model: nn.Module, world_size: int, *, compute_dtype: str | None = None, **options: object
+    ) -> None:
         self.model = model
         self.world_size = world_size
-        self.optimizer = ReferenceOptimizer(model.parameters(), OptimizerStates(), **options)
+        settings = {"sums_in_fp32": compute_dtype is not None, **options}
+        self.optimizer = ReferenceOptimizer(model.parameters(), OptimizerStates(), **settings)
+        self.optimizer.take_over(model, compute_dtype, [])
         self._layouts = list(flat_layouts(model, world_size=world_size))
         self._params = dict(model.named_parameters(remove_duplicate=False))
         self._means: list[torch.Tensor | None] = [None] * len(self._layouts)
@@ -45,7 +49,7 @@ class EmulatedRanks:
             (value / num_micro_steps).backward()
             values.append(value.item())
             for layout, of_ranks in zip(self._layouts, flats, strict=True):
-                flat = torch.zeros(layout.numel)
+                flat = torch.zeros(layout.numel, dtype=layout.dtype)
                 for slot in layout.slots:
                     grad = self._params[slot.param.name].grad
                     if grad is not None:
@@ -54,7 +58,8 @@ class EmulatedRanks:
                 of_ranks.append(flat)
             self.model.zero_grad()
         for position, of_ranks in enumerate(flats):
-            mean = torch.cat([ring_sum(of_ranks, rank) for rank in range(self.world_size)]).div_(self.world_size)
+            total = torch.cat([ring_sum(of_ranks, rank) for rank in range(self.world_size)])
+            mean = total.div_(self.world_size).float()
             earlier = self._means[position]
             self._means[position] = mean if earlier is None else earlier + mean
         self._held |= arrived
@@ -90,9 +95,9 @@ class EmulatedRanks:
         for layout in self._layouts:
             for slot in layout.slots:
                 if slot.param.name in self._held:
-                    self._params[slot.param.name].grad = self.gradient(slot.param.name)
+                    self.optimizer.set_gradient(self._params[slot.param.name], self.gradient(slot.param.name))
         self.optimizer.step()
-        self.model.zero_grad()
+        self.optimizer.zero_grad()
         self._means = [None] * len(self._layouts)
         self._held.clear()
 

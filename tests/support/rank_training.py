@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -81,11 +82,11 @@ def _micro_step(tokens: torch.Tensor, each_rank: Sequence[Share], mean_of_ranks:
 
 
 def train(
-    share: Share, folder: str, homes: Homes = ("host", "host", "host"), process_group: Any = None
+    share: Share, folder: str, homes: Homes = ("host", "host", "host"), process_group: Any = None, **fields: Any
 ) -> dict[str, Any]:
     """A few steps of this rank. Losses are its own."""
     model = small_gpt2()
-    zo.offload(model, offload_config(folder, homes), process_group=process_group)
+    zo.offload(model, offload_config(folder, homes, **fields), process_group=process_group)
     optimizer = zo.AdamW(model.parameters(), **OPTIONS)
     losses, norms = [], []
     for step in range(NUM_STEPS):
@@ -111,12 +112,18 @@ def train(
 
 
 def train_all(
-    rank: int, world_size: int, folder: str, each_homes: Sequence[Homes], each_rank: Sequence[Share]
+    rank: int,
+    world_size: int,
+    folder: str,
+    each_homes: Sequence[Homes],
+    each_rank: Sequence[Share],
+    *,
+    fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """Under each choice of homes: bit-equal to the first."""
+    """Under each choice of homes, with these fields of `OffloadConfig`: bit-equal to the first."""
     first: dict[str, Any] | None = None
     for homes in each_homes:
-        result = train(each_rank[rank], folder, homes)
+        result = train(each_rank[rank], folder, homes, **fields)
         first = first or result
         assert result["losses"] == first["losses"], homes
         assert result["norms"] == first["norms"], homes

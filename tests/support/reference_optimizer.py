@@ -25,10 +25,17 @@ class ReferenceOptimizer(torch.optim.Optimizer):
     ----------
     grad_factor : float
         What clipping wants the next step's gradients multiplied with.
+
+    Parameters
+    ----------
+    sums_in_fp32 : bool
+        Add gradients up in fp32, apart from `param.grad`: call `take_gradients` after each backward.
     """
 
-    def __init__(self, params: Any, states: OptimizerStates, **defaults: Any) -> None:
+    def __init__(self, params: Any, states: OptimizerStates, *, sums_in_fp32: bool = False, **defaults: Any) -> None:
         self.grad_factor = 1.0
+        self._sums_in_fp32 = sums_in_fp32
+        self._sums: dict[torch.Tensor, torch.Tensor] = {}
         self._states = states
         self._rule = RULES[states.algorithm]
         self._records: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
@@ -55,9 +62,36 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         del closure
         for group in self.param_groups:
             for param in group["params"]:
-                if param.grad is not None:
+                if self.gradient(param) is not None:
                     self._update(param, group)
         self.grad_factor = 1.0
+
+    @torch.no_grad()
+    def take_gradients(self, params: Iterable[torch.Tensor]) -> None:
+        """A backward is over: add its gradients to the fp32 sums, if there are to be such."""
+        for param in params if self._sums_in_fp32 else ():
+            if param.grad is not None:
+                earlier = self._sums.get(param)
+                self._sums[param] = param.grad.float() if earlier is None else earlier + param.grad.float()
+                param.grad = None
+
+    def gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+        """What the next step reads: the fp32 sum, or torch's own."""
+        return self._sums.get(param) if self._sums_in_fp32 else param.grad
+
+    def set_gradient(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Let the next step read `grad`."""
+        if self._sums_in_fp32:
+            self._sums[param] = grad
+        else:
+            param.grad = grad
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - torch's signature
+        """Forget the gradients of this optimizer's parameters."""
+        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._sums.pop(param, None)
 
     def values_changed_by_hand(self, params: Iterable[torch.Tensor], before: Iterable[torch.Tensor]) -> None:
         """Where values were changed, what their masters had beyond them belonged to the old ones."""
@@ -77,7 +111,7 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         return reference.read_moment(self._records[param], moment)
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
-        state, grad = self.state[param], param.grad
+        state, grad = self.state[param], self.gradient(param)
         assert grad is not None
         if param not in self._records:
             self._records[param] = self._new_record(param, param.detach().reshape(-1))

@@ -47,7 +47,7 @@ class Recipe:
         Clips by the global norm; None does not clip.
     compute_dtype : str or None
         "bf16", "fp16", or None for the model's own.
-    algorithm, moments : str
+    accumulation_steps, algorithm, moments
         Of `OffloadConfig`.
     prepare : callable
         Changes the model before anything else (checkpointing, freezing).
@@ -66,6 +66,7 @@ class Recipe:
     max_norm: float | None = 1.3
     learning_rate: float = 3e-3
     compute_dtype: str | None = None
+    accumulation_steps: int | None = None
     algorithm: str = "adamw"
     moments: str = "fp32"
     prepare: Callable[[nn.Module], None] = lambda _: None
@@ -104,18 +105,21 @@ def train_plain(recipe: Recipe, device: str = "cpu") -> Outcome:
     """Without offloading: torch's own accumulation, the reference optimizer, and its norm."""
     model = _prepared(recipe).to(device)
     states = OptimizerStates(recipe.algorithm, recipe.moments)
-    optimizer = ReferenceOptimizer(recipe.groups(model), states, lr=recipe.learning_rate, **recipe.options)
+    settings = {"lr": recipe.learning_rate, **recipe.options}
+    sums_in_fp32 = (recipe.accumulation_steps or 1) > 1
+    optimizer = ReferenceOptimizer(recipe.groups(model), states, sums_in_fp32=sums_in_fp32, **settings)
     optimizer.take_over(model, recipe.compute_dtype, flat_layouts(model, block_numel=states.block_numel))
     updated = {id(param) for group in optimizer.param_groups for param in group["params"]}
     others = [param for param in model.parameters() if id(param) not in updated]
 
     def clip(max_norm: float) -> float:
-        norm = reference_norm(model, states.block_numel)
+        norm = reference_norm(model, states.block_numel, optimizer.gradient)
         optimizer.grad_factor = float(np.float32(min(1.0, max_norm / (norm + 1e-6))))
         for param in others:
             # Nobody reads these with the factor, so they take it at once.
-            if param.grad is not None:
-                param.grad.mul_(optimizer.grad_factor)
+            grad = optimizer.gradient(param)
+            if grad is not None:
+                grad.mul_(optimizer.grad_factor)
         return norm
 
     outcome = _train(recipe, model, optimizer, clip)
@@ -143,6 +147,7 @@ def offload_prepared(recipe: Recipe, environment: Environment | None = None, **c
         "threads": 1,
         "overwrite": True,
         "compute_dtype": recipe.compute_dtype,
+        "accumulation_steps": recipe.accumulation_steps,
         "algorithm": recipe.algorithm,
         "moments": recipe.moments,
     }
@@ -195,6 +200,8 @@ def _train(
         for micro_step in range(recipe.num_micro_steps):
             loss = recipe.loss(model, batch(step, micro_step))
             (loss / recipe.num_micro_steps).backward()
+            if isinstance(optimizer, ReferenceOptimizer):
+                optimizer.take_gradients(model.parameters())
             outcome.losses.append(loss.item())
         if recipe.max_norm is not None:
             # Ours is returned as fp32, like torch's.
@@ -210,15 +217,19 @@ def _train(
     return outcome
 
 
-def reference_norm(model: nn.Module, block_numel: int = 1) -> float:
+def reference_norm(
+    model: nn.Module,
+    block_numel: int = 1,
+    gradient: Callable[[torch.Tensor], torch.Tensor | None] = lambda param: param.grad,
+) -> float:
     """The 2-norm of all gradients as the product defines it: sums over blocks of each flat buffer, added exactly."""
     params = dict(model.named_parameters(remove_duplicate=False))
     device = next(model.parameters()).device
     sums: list[float] = []
     for layout in flat_layouts(model, block_numel=block_numel):
-        flat = torch.zeros(layout.numel, dtype=layout.dtype, device=device)
+        flat = torch.zeros(layout.numel, device=device)
         for slot in layout.slots:
-            grad = params[slot.param.name].grad
+            grad = gradient(params[slot.param.name])
             if grad is not None:
                 flat[slot.start : slot.stop] = grad.reshape(-1)
         sums += reference.square_sums(flat).tolist()

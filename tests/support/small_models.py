@@ -83,6 +83,50 @@ class Branching(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
+class Halves(nn.Module):
+    """A block of two layers, of which a call uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor, which: int) -> torch.Tensor:
+        """Of the same shape."""
+        return hidden + self.halves[which](hidden).tanh()
+
+
+class HalfUsed(nn.Module):
+    """A backward gives gradients to one half of each block's flat buffer, a later one to the other half.
+
+    Parameters
+    ----------
+    calls_each : int
+        So many calls in a row use the same halves.
+    """
+
+    def __init__(self, calls_each: int) -> None:
+        super().__init__()
+        self.calls_each = calls_each
+        self.embed = nn.Embedding(VOCABULARY, 64)
+        self.blocks = nn.ModuleList(Halves() for _ in range(2))
+        self.num_calls = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        hidden = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden, (self.num_calls // self.calls_each + number) % 2)
+        self.num_calls += 1
+        logits = hidden @ self.embed.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def half_used(calls_each: int = 1) -> nn.Module:
+    """A `HalfUsed`, the same every time."""
+    torch.manual_seed(10)
+    return HalfUsed(calls_each)
+
+
 def branching() -> nn.Module:
     """A `Branching`, the same every time."""
     torch.manual_seed(9)

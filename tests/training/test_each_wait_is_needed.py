@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,11 @@ EDITED = Recipe(num_steps=3, between=edit_then_use)
 EDITED_BF16 = Recipe(num_steps=3, between=edit_then_use, compute_dtype="bf16")
 MATRIX = Recipe(num_steps=3, build=one_matrix, loss=matrix_loss)
 RESTARTED = Recipe(num_steps=3, build=one_matrix, loss=loss_after_a_look, between=gradient_for_nothing)
+# Homes hold more bits than what arrives, so that it is joined in another place.
+IN_FP32: dict[str, Any] = {"compute_dtype": "bf16", "accumulation_steps": 2}
+LLAMA_IN_FP32 = replace(LLAMA, **IN_FP32)
+MATRIX_IN_FP32 = replace(MATRIX, **IN_FP32)
+RESTARTED_IN_FP32 = replace(RESTARTED, **IN_FP32)
 
 
 @dataclass(frozen=True)
@@ -101,13 +106,26 @@ CASES: dict[tuple[str, Wait], list[Case]] = {
         Case(("host", "nvme", "host"), on_device=False),
         Case(("device", "device", "nvme")),
         Case(("nvme", "device", "device")),
+        Case(("device", "device", "nvme"), recipe=LLAMA_IN_FP32),
+        Case(("device", "device", "nvme"), on_device=False, recipe=LLAMA_IN_FP32),
     ],
     ("landing._copy_out", Wait.GRADIENT_COMPUTED): [Case(("device", "device", "host"))],
     ("landing._join_first", Wait.GRADIENT_COPY): [Case(("device", "device", "host"))],
-    ("landing._read", Wait.GRADIENT_READ): [Case(("host", "host", "nvme"), on_device=False), Case(NVME)],
+    ("landing._read", Wait.GRADIENT_READ): [
+        Case(("host", "host", "nvme"), on_device=False),
+        Case(NVME),
+        Case(("host", "host", "nvme"), on_device=False, recipe=LLAMA_IN_FP32),
+        Case(NVME, recipe=LLAMA_IN_FP32),
+    ],
     # With several chunks or units, the reuse of their slots or buffers waits for the same writes first.
-    ("landing._read", Wait.GRADIENT_WRITE): [Case(NVME, recipe=MATRIX)],
-    ("landing._join", Wait.GRADIENT_WRITE): [Case(NVME, recipe=RESTARTED)],
+    ("landing._read", Wait.GRADIENT_WRITE): [
+        Case(NVME, recipe=MATRIX),
+        Case(NVME, recipe=MATRIX_IN_FP32),
+    ],
+    ("landing._write", Wait.GRADIENT_WRITE): [
+        Case(NVME, recipe=RESTARTED),
+        Case(NVME, recipe=RESTARTED_IN_FP32),
+    ],
     ("landing.drain", Wait.GRADIENT_WRITE): [Case(NVME)],
     ("gradients._give_back_oldest", Wait.GRADIENT_WRITE): [
         Case(("host", "host", "nvme"), on_device=False),

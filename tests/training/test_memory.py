@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from support.environments import COMBINATIONS, Homes, cpu_with_simulated_drive, least_memory, simulated
 from support.folders import leftovers
 from support.reference_training import Recipe, flat_layouts, train_offloaded
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 PAGE = 4096
 RECIPE = Recipe(num_steps=1)
+IN_BF16 = Recipe(num_steps=1, compute_dtype="bf16")
+ADDED_IN_FP32 = Recipe(num_steps=1, compute_dtype="bf16", accumulation_steps=2)
 AMPLE = {"host_memory": "16MiB", "device_memory": "16MiB", "nvme_space": "16MiB"}
 
 
@@ -28,34 +32,51 @@ def up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
-class Formula:
-    """What a run of the small Llama in fp32 leases, from the lengths of its flat buffers."""
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of an element in each state, and of a gradient on its way."""
 
-    def __init__(self, homes: Homes, chunk_numel: int, *, on_device: bool) -> None:
+    param: int = 4
+    optimizer: int = 8
+    gradient: int = 4
+    arriving: int = 4
+
+
+WIDTHS = [(RECIPE, Widths()), (IN_BF16, Widths(2, 10, 2, 2)), (ADDED_IN_FP32, Widths(2, 10, 4, 2))]
+
+
+class Formula:
+    """What a run of the small Llama leases, from the lengths of its flat buffers."""
+
+    def __init__(self, homes: Homes, chunk_numel: int, widths: Widths, *, on_device: bool) -> None:
         self.params, self.optimizer, self.gradients = homes
         self.on_device = on_device
         self.chunk_numel = chunk_numel
-        self.flats = [layout.numel for layout in flat_layouts(small_llama())]
+        self.widths = widths
+        dtype = torch.float32 if widths.param == 4 else torch.bfloat16
+        self.flats = [layout.numel for layout in flat_layouts(small_llama().to(dtype))]
+        self.states = [
+            (self.params, widths.param),
+            (self.optimizer, widths.optimizer),
+            (self.gradients, widths.gradient),
+        ]
 
     def chunks(self, numel: int) -> list[int]:
         edges = [*range(0, numel, self.chunk_numel), numel]
         return [stop - start for start, stop in pairwise(edges)]
 
-    def block(self, tier: str, numel: int, num_parts: int) -> int:
+    def block(self, tier: str, numel: int, width: int) -> int:
         """A state of one flat: on a file each chunk's record is padded to a page; in memory the whole to a block."""
         if tier == "nvme":
-            return sum(up(num_parts * 4 * length, PAGE) for length in self.chunks(numel))
-        return self.range(num_parts * 4 * numel) if tier == "device" else up(num_parts * 4 * numel, PAGE)
+            return sum(up(width * length, PAGE) for length in self.chunks(numel))
+        return self.range(width * numel) if tier == "device" else up(width * numel, PAGE)
 
     def range(self, nbytes: int) -> int:
         return up(nbytes, 512) + 512 if self.on_device else up(nbytes, PAGE)
 
     def homes(self, tier: str) -> int:
-        total = 0
-        for home, num_parts in ((self.params, 1), (self.optimizer, 2), (self.gradients, 1)):
-            if home == tier:
-                total += sum(self.block(tier, numel, num_parts) for numel in self.flats)
-        return total
+        widths = [width for home, width in self.states if home == tier]
+        return sum(self.block(tier, numel, width) for width in widths for numel in self.flats)
 
     @property
     def commits(self) -> bool:
@@ -64,7 +85,8 @@ class Formula:
 
     def slots(self) -> int:
         """What the second slots of parameters and optimizer states take."""
-        return self.commits * sum(self.block("nvme", numel, 1) + self.block("nvme", numel, 2) for numel in self.flats)
+        widths = (self.widths.param, self.widths.optimizer)
+        return self.commits * sum(self.block("nvme", numel, width) for width in widths for numel in self.flats)
 
     def record(self) -> int:
         """What one record of the journal takes: 72 bytes, 9 for each chunk, and room for 128 KiB of state."""
@@ -73,44 +95,47 @@ class Formula:
 
     def rings(self) -> int:
         """Four slots and more for what the update cannot address, two for gradients on their way."""
-        full = 4 * max(self.chunks(max(self.flats)))
-        homes = ((self.params, 1), (self.optimizer, 2), (self.gradients, 1))
-        far = [(home, parts) for home, parts in homes if home == "nvme" or (self.on_device and home == "device")]
-        if all(home == "device" for home, _ in homes):
+        full = max(self.chunks(max(self.flats)))
+        far = [width for home, width in self.states if home == "nvme" or (self.on_device and home == "device")]
+        if all(home == "device" for home, _ in self.states):
             far = []
-        slot = sum(up(num_parts * full, PAGE) for _, num_parts in far)
+        slot = sum(up(width * full, PAGE) for width in far)
         num_chunks = sum(len(self.chunks(numel)) for numel in self.flats)
         # With ample memory no chunk has to leave the ring.
         num_slots = max(4, num_chunks) if "nvme" in (self.params, self.optimizer) else 4
         gradient_slot = 0
         if self.gradients == "nvme" or (self.on_device and self.gradients == "host"):
-            gradient_slot = up(full, PAGE) * (self.on_device + (self.gradients == "nvme"))
+            arriving = self.on_device * up(self.widths.arriving * full, PAGE)
+            gradient_slot = arriving + (self.gradients == "nvme") * up(self.widths.gradient * full, PAGE)
         return num_slots * slot + 2 * gradient_slot
 
     def windows(self) -> int:
         """All parameters that move, and two of the largest gradient buffers that collect."""
         moves = self.params == "nvme" or (self.on_device and self.params == "host")
         collects = self.gradients == "nvme" or (self.on_device and self.gradients == "host")
-        ranges = [self.range(up(4 * numel, PAGE)) for numel in self.flats]
+        ranges = [self.range(up(self.widths.param * numel, PAGE)) for numel in self.flats]
         root = ranges[-1]
         least = max(ranges) + root
         return moves * sum(ranges) + collects * min(sum(ranges), 2 * least)
 
 
+@pytest.mark.parametrize(("recipe", "widths"), WIDTHS, ids=["fp32", "bf16", "added in fp32"])
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "simulated"])
 @pytest.mark.parametrize("homes", COMBINATIONS, ids="-".join)
-def test_leases_are_the_formula(homes: Homes, nvme: Path, small_chunks: int, *, on_device: bool) -> None:
+def test_leases_are_the_formula(
+    homes: Homes, recipe: Recipe, widths: Widths, nvme: Path, small_chunks: int, *, on_device: bool
+) -> None:
     config = dict(zip(("params", "optimizer", "gradients"), homes, strict=True)) | {"nvme_paths": [nvme], **AMPLE}
     accelerated = 0
     if on_device:
         with simulated() as env:
-            report = train_offloaded(RECIPE, env, **config).report
+            report = train_offloaded(recipe, env, **config).report
             assert isinstance(env.accelerator, SimulatedAccelerator)
             accelerated = env.accelerator.peak_filled_bytes
     else:
-        report = train_offloaded(RECIPE, **config).report
+        report = train_offloaded(recipe, **config).report
     assert report is not None
-    formula = Formula(homes, small_chunks, on_device=on_device)
+    formula = Formula(homes, small_chunks, widths, on_device=on_device)
     device = formula.homes("device") + formula.windows()
     host = formula.homes("host") + formula.rings() + formula.record() + (0 if on_device else device)
     files = formula.homes("nvme") + formula.slots() + 2 * formula.record()

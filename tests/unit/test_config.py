@@ -17,6 +17,11 @@ def test_defaults_place_everything_automatically_and_bound_nothing() -> None:
     assert config.torch_compute_dtype is None
 
 
+@pytest.mark.parametrize(("said", "accumulates"), [(None, False), (1, False), (2, True), (64, True)])
+def test_more_than_one_backward_a_step_accumulates(said: int | None, accumulates: bool) -> None:  # noqa: FBT001
+    assert OffloadConfig(accumulation_steps=said).accumulates == accumulates
+
+
 def test_byte_counts_take_integers_and_texts() -> None:
     config = OffloadConfig(host_memory="2GiB", device_memory=17)
     assert (config.host_memory, config.device_memory) == (2 << 30, 17)
@@ -44,6 +49,11 @@ def test_the_compute_dtype_is_torchs(name: str, dtype: torch.dtype) -> None:
         ({"params": {"layers.*": "disk"}}, ["params", "'disk'"]),
         ({"stage": 2}, ["stage", "2"]),
         ({"threads": 0}, ["threads", "0"]),
+        ({"accumulation_steps": 0}, ["accumulation_steps", "0"]),
+        ({"accumulation_steps": -4}, ["accumulation_steps", "-4"]),
+        ({"accumulation_steps": 2.5}, ["accumulation_steps", "2.5"]),
+        ({"accumulation_steps": "four"}, ["accumulation_steps", "'four'"]),
+        ({"accumulation_steps": True}, ["accumulation_steps", "True"]),
         ({"io_engine": "libaio"}, ["io_engine", "'libaio'"]),
         ({"update": "someday"}, ["update", "'someday'"]),
         ({"compute_dtype": "fp64"}, ["compute_dtype", "'fp64'"]),

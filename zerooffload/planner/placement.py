@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
+
 from zerooffload.accelerator import host_buffer_nbytes
 from zerooffload.config import HomeTier, TierChoice, TierName
 from zerooffload.errors import ConfigError
@@ -236,8 +238,15 @@ def place(
     reach: Reach,
     states: OptimizerStates,
     durability: Durability = Durability(),
+    *,
+    accumulates: bool = False,
 ) -> Placement:
     """Give every state of every unit its home.
+
+    Parameters
+    ----------
+    accumulates : bool
+        Whether several backwards add up before each update: gradients are then held in fp32.
 
     Raises
     ------
@@ -260,6 +269,7 @@ def place(
                     states=states,
                     chunk_numel=chunk_numel,
                     commits=commits,
+                    accumulates=accumulates,
                 )
                 for flat in unit.flats
             ),
@@ -314,6 +324,7 @@ def _place_flat(
     states: OptimizerStates,
     chunk_numel: int,
     commits: bool,
+    accumulates: bool,
 ) -> FlatPlacement:
     def state(holder: str, choice: TierChoice, parts: tuple[Part, ...], num_slots: int) -> StatePlacement:
         records = RecordLayout(parts, layout.shard_numel, chunk_numel)
@@ -327,7 +338,8 @@ def _place_flat(
     optimizer = gradient = None
     if layout.trainable:
         optimizer = state("optimizer state", choices.optimizer, states.parts(layout.dtype), 2 if commits else 0)
-        gradient = state("gradients", choices.gradients, (Part("grad", layout.dtype),), 0)
+        held_dtype = torch.float32 if accumulates else layout.dtype
+        gradient = state("gradients", choices.gradients, (Part("grad", held_dtype),), 0)
     several = layout.world_size > 1
     return FlatPlacement(
         layout=layout,
@@ -366,5 +378,7 @@ def _gradient_slot_nbytes(flat: FlatPlacement, reach: Reach) -> int:
     """Room for what comes from the device, and for what the home already holds, where the host cannot address them."""
     if not flat.collects or flat.gradient is None or not flat.gradient.layout.num_chunks:
         return 0
-    num_buffers = (not reach.device_shares_host) + (not reach.by_host(flat.gradient.tier))
-    return num_buffers * flat.gradient.layout.file_nbytes(0)
+    # A gradient leaves in its parameter's dtype, so a chunk of it is as long as one of the parameters.
+    arriving_nbytes = 0 if reach.device_shares_host else flat.param.layout.file_nbytes(0)
+    held_nbytes = 0 if reach.by_host(flat.gradient.tier) else flat.gradient.layout.file_nbytes(0)
+    return arriving_nbytes + held_nbytes

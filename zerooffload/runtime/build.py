@@ -21,6 +21,7 @@ from zerooffload.planner.admission import AnnouncedPlan, announce
 from zerooffload.planner.placement import (
     Durability,
     FlatPlacement,
+    Placement,
     Reach,
     StatePlacement,
     TierChoices,
@@ -226,9 +227,11 @@ def _announce(layouts: list[UnitLayout], config: OffloadConfig, accelerator: Acc
     choices = TierChoices(config.params, config.optimizer, config.gradients)
     states = _optimizer_states(config)
     durability = Durability(config.atomic_steps, config.durable)
-    placement = place(layouts, choices, reach, states, durability)
-    limits = limits_of(config, accelerator)
-    return announce(placement, limits, choices, lambda others: place(layouts, others, reach, states, durability))
+
+    def placed(homes: TierChoices) -> Placement:
+        return place(layouts, homes, reach, states, durability, accumulates=config.accumulates)
+
+    return announce(placed(choices), limits_of(config, accelerator), choices, placed)
 
 
 def _optimizer_states(config: OffloadConfig) -> OptimizerStates:

@@ -10,10 +10,16 @@ With several ranks a departing buffer is reduced first, and only this rank's sha
 in the reverse order of the model on every rank, each flat once in each backward, with zeros for what did not arrive:
 which gradients a rank has got, and when, must not decide which collectives it starts. At the end of backward the ranks
 agree on which parameters got a gradient anywhere.
+
+[Note: gradients of 16 bits]
+They leave the device in their parameter's dtype: buffers, copies and reductions are in it. Where several backwards are
+said to add up (`OffloadConfig.accumulation_steps`), the home holds fp32, and what arrives is widened and added in one
+pass, so that only autograd's own result and, with several ranks, their mean are rounded to 16 bits.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Sequence
 
@@ -30,7 +36,9 @@ from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.placeholders import OffloadedGradient
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 from zerooffload.telemetry import Wait, Waitable, Work, wait_for_all
-from zerooffload.tiers import Space
+from zerooffload.tiers import Space, dtype_name
+
+_log = logging.getLogger("zerooffload")
 
 
 class _Collection:
@@ -78,6 +86,7 @@ class GradientPath:
         self._begun: dict[Unit, None] = {}
         self._lost: list[nn.Parameter] = []
         self._loss: BaseException | None = None
+        self._has_told_of_rounding = False
 
     def begin(self, unit: Unit) -> None:
         """Backward reaches `unit`: make `grad` fit to be accumulated into, once in each backward."""
@@ -105,6 +114,8 @@ class GradientPath:
         if param.grad is None:
             raise InternalError("a gradient's hook ran without a gradient")
         grad, param.grad = param.grad.to_dense() if param.grad.is_sparse else param.grad, None
+        if training.held[index]:
+            self._tell_of_rounding(training.gradient_dtype)
         home = training.gradient.whole(Space.DEVICE)
         with self._recorder.working(Work.GRADIENT_ACCUMULATION):
             if part.collection is None and home is not None:
@@ -190,12 +201,23 @@ class GradientPath:
             part.training.grad_factors[index] = 1.0
             self._landing.forget_sums(part)
 
+    def _tell_of_rounding(self, dtype: torch.dtype) -> None:
+        """Several backwards add up in `dtype`: tell, once, if small gradients are lost in that."""
+        if dtype is not torch.float32 and not self._has_told_of_rounding:
+            self._has_told_of_rounding = True
+            _log.warning(
+                "gradients of several backwards add up in %s, in which small ones are lost: set"
+                " OffloadConfig(accumulation_steps=N), the number of backwards before each optimizer.step(), and they"
+                " add up in fp32",
+                dtype_name(dtype),
+            )
+
     def _add_at_home(
         self, part: UnitFlat, training: TrainingStates, index: int, grad: torch.Tensor, home: torch.Tensor
     ) -> None:
         layout = part.flat.layout
         slot = layout.slots[index]
-        target = layout.elements(home)[slot.start : slot.stop].view(slot.param.shape)
+        target = layout.elements(home, training.gradient_dtype)[slot.start : slot.stop].view(slot.param.shape)
         if training.held[index]:
             apply_factor(target, training, index)
             target.add_(grad)

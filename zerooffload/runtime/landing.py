@@ -31,6 +31,10 @@ class _Departure:
         unscaled = all(self.factors_before[index] == 1.0 for index in indices) or held == {False}
         return self.arrived.issuperset(indices) and len(held) == 1 and unscaled
 
+    def holds_any(self, span: tuple[int, int]) -> bool:
+        """Whether a chunk's home held the gradient of any parameter."""
+        return any(held for _, _, held in _overlaps(self.part, span, self.held_before))
+
 
 @dataclass(frozen=True)
 class _Copying:
@@ -96,7 +100,8 @@ class Landing:
         for index in arrived:
             training.held[index] = True
             training.grad_factors[index] = 1.0
-        layout = training.gradient.layout
+        # What leaves lies like the parameters, whatever dtype the home holds.
+        layout = part.home.layout
         for chunk in range(layout.num_chunks):
             offset = layout.record_offset(chunk)
             content = memory[offset : offset + layout.file_nbytes(chunk)]
@@ -179,20 +184,17 @@ class Landing:
     ) -> list[Waitable]:
         """Bring a chunk, now in host memory, into its home; return what still uses `content`."""
         home = departure.training.gradient
-        (new,) = home.layout.split(chunk, content).values()
+        (new,) = departure.part.home.layout.split(chunk, content).values()
         view = home.view(Space.HOST, chunk)
         key = (id(departure.part), chunk)
         span = departure.part.chunk_span(chunk)
         if view is not None:
             (old,) = home.layout.split(chunk, view).values()
-            with self._recorder.working(Work.GRADIENT_ACCUMULATION):
-                self._sums.pop(key, None)
-                if departure.is_whole(span):
-                    self._sums[key] = self._arrive(departure, span, old, new)
-                else:
-                    self._add(departure, chunk, old, new, into_old=True)
+            self._join_into_old(departure, chunk, old, new)
             return []
-        if any(held for _, _, held in _overlaps(departure.part, span, departure.held_before)):
+        if departure.training.gradient_dtype is not new.dtype:
+            return self._join_widened(departure, chunk, new, slot)
+        if departure.holds_any(span):
             own = slot or self._ring.acquire(self._waits)
             try:
                 record = own.take(home.layout.file_nbytes(chunk))
@@ -209,17 +211,51 @@ class Landing:
                     self._ring.release(own)
         else:
             self._sums.pop(key, None)
+        return [self._write(departure, chunk, content, new)]
+
+    def _join_widened(
+        self, departure: _Departure, chunk: int, new: torch.Tensor, slot: StagingSlot | None
+    ) -> list[Waitable]:
+        """Join a chunk with a home that is elsewhere and holds more bits; return what still uses `slot`."""
+        home = departure.training.gradient
+        own = slot or self._ring.acquire(self._waits)
+        writes: list[Waitable] = []
+        try:
+            record = own.take(home.layout.file_nbytes(chunk))
+            if departure.holds_any(departure.part.chunk_span(chunk)):
+                self._read(departure.part, departure.training, chunk, record)
+            (old,) = home.layout.split(chunk, record).values()
+            self._join_into_old(departure, chunk, old, new)
+            writes.append(self._write(departure, chunk, record, old))
+        finally:
+            if slot is None:
+                self._ring.release(own, writes)
+        return writes if slot is not None else []
+
+    def _join_into_old(self, departure: _Departure, chunk: int, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Join what arrived with what its home holds, there; what it holds of no gradient stays undefined."""
+        key, span = (id(departure.part), chunk), departure.part.chunk_span(chunk)
+        self._sums.pop(key, None)
+        with self._recorder.working(Work.GRADIENT_ACCUMULATION):
+            if departure.is_whole(span):
+                self._sums[key] = self._arrive(departure, span, old, new)
+            else:
+                self._add(departure, chunk, old, new, into_old=True)
+
+    def _write(self, departure: _Departure, chunk: int, record: torch.Tensor, elements: torch.Tensor) -> Waitable:
+        """Send a joined chunk home, normed if it is not yet."""
+        key, span = (id(departure.part), chunk), departure.part.chunk_span(chunk)
         if key not in self._sums:
-            zero_absent(departure.part, span, new, departure.training.held)
+            zero_absent(departure.part, span, elements, departure.training.held)
             with self._recorder.working(Work.GRADIENT_NORM):
-                self._sums[key] = self._host_kernels.square_sums(new)
+                self._sums[key] = self._host_kernels.square_sums(elements)
         earlier = self._writes.pop(key, None)
         if earlier is not None:
             # Two writes to one place may land in either order.
             self._waits.until(Wait.GRADIENT_WRITE, earlier)
-        write = home.write(chunk, content)
+        write = departure.training.gradient.write(chunk, record)
         self._writes[key] = write
-        return [write]
+        return write
 
     def _read(self, part: UnitFlat, training: TrainingStates, chunk: int, record: torch.Tensor) -> None:
         write = self._writes.pop((id(part), chunk), None)
@@ -233,8 +269,8 @@ class Landing:
         """Join a whole chunk's `source` with `target`, and sum the squares, in one pass."""
         for elements in (target, source):
             zero_absent(departure.part, span, elements, departure.training.held)
-        held = any(held for _, _, held in _overlaps(departure.part, span, departure.held_before))
-        return (self._host_kernels.add if held else self._host_kernels.replace)(target, source)
+        kernels = self._host_kernels
+        return (kernels.add if departure.holds_any(span) else kernels.replace)(target, source)
 
     def _add(self, departure: _Departure, chunk: int, old: torch.Tensor, new: torch.Tensor, *, into_old: bool) -> None:
         """Join `new` and `old` into one of them, parameter by parameter."""

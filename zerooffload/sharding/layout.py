@@ -101,9 +101,10 @@ class FlatLayout:
         """Bytes of the whole buffer."""
         return self.numel * self.dtype.itemsize
 
-    def elements(self, memory: torch.Tensor) -> torch.Tensor:
-        """`memory` for the whole buffer, uint8 1D `[>= nbytes]`, as its elements, `[numel]`."""
-        return memory[: self.nbytes].view(self.dtype)
+    def elements(self, memory: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`memory` for the whole buffer, uint8 1D, as its elements, `[numel]`, of `dtype` or the compute dtype."""
+        dtype = dtype or self.dtype
+        return memory[: self.numel * dtype.itemsize].view(dtype)
 
     def gaps(self) -> list[tuple[int, int]]:
         """The padding: element ranges that belong to no parameter."""

@@ -36,6 +36,12 @@ class TrainingStates:
     held: list[bool]
     grad_factors: list[float]
 
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """In which the gradient's home holds it: the parameters' own, or fp32 where several backwards add up."""
+        (part,) = self.gradient.layout.parts
+        return part.dtype
+
 
 def new_training_states(optimizer: Block, gradient: Block, num_params: int) -> TrainingStates:
     """Of a flat that was never trained."""

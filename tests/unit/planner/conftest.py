@@ -48,9 +48,11 @@ def units() -> list[UnitLayout]:
 def placed(units: list[UnitLayout]) -> Callable[..., Placement]:
     """`placed(reach, params=..., optimizer=..., gradients=...)`."""
 
-    def call(reach: Reach, durability: Durability | None = None, **tiers: object) -> Placement:
+    def call(
+        reach: Reach, durability: Durability | None = None, *, accumulates: bool = False, **tiers: object
+    ) -> Placement:
         defaults = {"params": "auto", "optimizer": "auto", "gradients": "auto"}
         choices = TierChoices(**{**defaults, **tiers})  # type: ignore[arg-type]
-        return place(units, choices, reach, OptimizerStates(), durability or Durability())
+        return place(units, choices, reach, OptimizerStates(), durability or Durability(), accumulates=accumulates)
 
     return call

@@ -159,6 +159,28 @@ def test_units_may_have_homes_of_their_own(placed: Placed, cpu: Reach) -> None:
     assert [name for name, state in trained.items() if state.tier is TierName.NVME] == ["embed"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("tier", "held_on_host"), [("nvme", 4), ("host", 0)])
+def test_gradients_that_add_up_are_held_in_fp32_and_arrive_in_their_own_dtype(
+    gpu: Reach, dtype: torch.dtype, tier: str, held_on_host: int
+) -> None:
+    layout = lay_out("u", [ParamSpec("w", (3 * CHUNK_NUMEL,))], dtype=dtype, trainable=True)
+    units = [UnitLayout("(root)", (layout,), ("(root)",))]
+    choices = TierChoices("host", "host", tier)  # type: ignore[arg-type]
+    alone, added = (place(units, choices, gpu, OptimizerStates(), accumulates=several) for several in (False, True))
+    claims = [sums(placement.fixed_claims()) for placement in (alone, added)]
+    assert [of_one[tier, "gradients"] for of_one in claims] == [2 * layout.numel, 4 * layout.numel]
+    assert alone.gradient_slot_nbytes == (2 + held_on_host // 2) * CHUNK_NUMEL
+    assert added.gradient_slot_nbytes == (2 + held_on_host) * CHUNK_NUMEL
+    assert added.collection == alone.collection
+    assert added.slot_nbytes - alone.slot_nbytes == (2 * CHUNK_NUMEL if tier == "nvme" else 0)
+
+
+def test_gradients_of_fp32_that_add_up_take_what_they_take_alone(placed: Placed, gpu: Reach) -> None:
+    homes = dict.fromkeys(("params", "optimizer", "gradients"), "nvme")
+    assert placed(gpu, accumulates=True, **homes) == placed(gpu, **homes)
+
+
 def test_a_chunk_is_no_longer_than_the_longest_shard_and_bounded(cpu: Reach) -> None:
     def placement(numel: int) -> Placement:
         layout = lay_out("u", [ParamSpec("w", (numel,))], dtype=torch.bfloat16, trainable=True)
