@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerooffload.config import OffloadConfig
-    from zerooffload.entry import clip_grad_norm_, close, full_params, offload, resume, step_report, track
+    from zerooffload.entry import clip_grad_norm_, close, full_params, no_sync, offload, resume, step_report, track
     from zerooffload.errors import (
         BudgetError,
         CheckpointError,
@@ -50,6 +50,7 @@ _HOMES = {
     "clip_grad_norm_": "entry",
     "close": "entry",
     "full_params": "entry",
+    "no_sync": "entry",
     "offload": "entry",
     "resume": "entry",
     "step_report": "entry",
@@ -76,6 +77,7 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "full_params",
+    "no_sync",
     "offload",
     "resume",
     "step_report",

@@ -135,6 +135,31 @@ def clip_grad_norm_(
     )
 
 
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """More backwards follow before the step: a backward inside is not the last one. May be nested.
+
+        with zo.no_sync(model):
+            for batch in batches[:-1]:
+                model(batch).backward()
+        model(batches[-1]).backward()
+        optimizer.step()
+
+    It tells when updates may begin, and changes no number. `OffloadConfig(accumulation_steps=N)` says the same where
+    every step has as many backwards, and also lets gradients of 16 bits add up in fp32.
+
+    Unlike that of `DistributedDataParallel`, it saves no communication: every backward reduces its gradients over the
+    ranks, because a rank has room for its shard of them only.
+
+    Raises
+    ------
+    ConfigError
+        If the model is not offloaded.
+    """
+    with _run_of(next(model.parameters(), None)).backwards.more_follow():
+        yield
+
+
 def track(model: nn.Module, **objects: Any) -> None:
     """Commit the state of `objects` with every step, so that `resume` can put it back.
 
@@ -248,4 +273,4 @@ def _collectives(ranks: dist.ProcessGroup | DeviceMesh | None) -> Collectives:
     return GroupCollectives(group)
 
 
-__all__ = ["clip_grad_norm_", "close", "full_params", "offload", "resume", "step_report", "track"]
+__all__ = ["clip_grad_norm_", "close", "full_params", "no_sync", "offload", "resume", "step_report", "track"]

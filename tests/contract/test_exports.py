@@ -30,6 +30,7 @@ FACE = [
     "clip_grad_norm_",
     "close",
     "full_params",
+    "no_sync",
     "offload",
     "resume",
     "step_report",
@@ -64,6 +65,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ("full_params", "(module, writeback=True, *, grads=False)"),
         ("clip_grad_norm_", "(model_or_params, max_norm, norm_type=2.0, error_if_nonfinite=False)"),
         ("step_report", "(model)"),
+        ("no_sync", "(model)"),
         ("close", "(model)"),
         (
             "AdamW",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,7 +37,8 @@ def train_halves(rank: int, world_size: int, folder: str, each_homes: Sequence[H
         norms = []
         for step in range(NUM_STEPS):
             for micro_step in range(NUM_MICRO_STEPS):
-                loss_of(rank, step, micro_step)(model).backward()
+                with zo.no_sync(model) if micro_step < NUM_MICRO_STEPS - 1 else nullcontext():
+                    loss_of(rank, step, micro_step)(model).backward()
             norms.append(zo.clip_grad_norm_(model, MAX_NORM).item())
             optimizer.step()
             optimizer.zero_grad()

@@ -30,6 +30,7 @@ from zerooffload.planner.placement import (
     mirror_holder,
     place,
 )
+from zerooffload.runtime.backwards import BackwardCount
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.initial_states import InitialStates
 from zerooffload.runtime.initialization import is_on_meta, materialize
@@ -136,6 +137,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
         kernels=(env.kernels, TorchKernels()),
         collectives=env.collectives,
         baseline_bytes=baseline_bytes,
+        backwards=BackwardCount(config.accumulation_steps),
     )
     try:
         _hand_over(model, units, resources, parts, continues=storage is not None and storage.record is not None)

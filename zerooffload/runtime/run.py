@@ -21,6 +21,7 @@ from zerooffload.optim.record import OptimizerStates
 from zerooffload.optim.rules import RULES, Rule
 from zerooffload.optim.stream import StreamedUpdate
 from zerooffload.planner.admission import AnnouncedPlan
+from zerooffload.runtime.backwards import BackwardCount
 from zerooffload.runtime.clipping import Chosen, clip_factor, norm_sum, scale, total_norm
 from zerooffload.runtime.commits import Commits
 from zerooffload.runtime.fetch import Fetcher
@@ -64,8 +65,10 @@ class Run:
         kernels: tuple[Kernels, Kernels],
         collectives: Collectives,
         baseline_bytes: int,
+        backwards: BackwardCount,
     ) -> None:
         self.units = tuple(units)
+        self.backwards = backwards
         self._points = tuple(points)
         self._states = states
         self._resources = resources
@@ -353,6 +356,11 @@ class Run:
             for param in unit.parameters():
                 param.grad = None
         self._release()
+
+    @property
+    def expects_more_backwards(self) -> bool:
+        """Whether a backward that begins now is, by `zo.no_sync`, not the last before the step."""
+        return self.backwards.expects_more
 
     @property
     def moves(self) -> bool:
