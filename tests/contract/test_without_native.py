@@ -37,7 +37,8 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(40, 50), torch.nn.GELU(), torch.nn.Linear(50, 3))
 path = Path(sys.argv[1])
 homes = {"params": "nvme", "optimizer": "nvme", "gradients": "nvme"}
-zo.offload(model, zo.OffloadConfig(**homes, nvme_paths=[path], host_memory="64MiB", compute_dtype=sys.argv[3]))
+settings = {"compute_dtype": sys.argv[3], "accumulation_steps": 2}
+zo.offload(model, zo.OffloadConfig(**homes, nvme_paths=[path], host_memory="64MiB", **settings))
 optimizer = zo.AdamW(model.parameters(), lr=0.01)
 losses = []
 for step in range(4):

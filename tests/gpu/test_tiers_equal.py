@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 FP32 = {name: Recipe(build=build) for name, build in MODELS.items()}
 BF16 = {name: Recipe(build=build, compute_dtype="bf16", num_steps=8) for name, build in MODELS.items()}
 
+ADDED_IN_FP32 = {
+    dtype: Recipe(compute_dtype=dtype, num_steps=4, num_micro_steps=4, accumulation_steps=4)
+    for dtype in ("bf16", "fp16")
+}
+
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("homes", COMBINATIONS, ids="-".join)
@@ -29,6 +34,14 @@ def test_fp32(homes: Homes, model: str, nvme: Path, plain_on_cuda: Callable[[Rec
 @pytest.mark.parametrize("homes", COMBINATIONS, ids="-".join)
 def test_bf16(homes: Homes, model: str, nvme: Path, plain_on_cuda: Callable[[Recipe], Outcome]) -> None:
     assert train(BF16[model], homes, nvme, plain_on_cuda) == []
+
+
+@pytest.mark.parametrize("dtype", ADDED_IN_FP32)
+@pytest.mark.parametrize("homes", COMBINATIONS, ids="-".join)
+def test_gradients_of_several_backwards(
+    homes: Homes, dtype: str, nvme: Path, plain_on_cuda: Callable[[Recipe], Outcome]
+) -> None:
+    assert train(ADDED_IN_FP32[dtype], homes, nvme, plain_on_cuda) == []
 
 
 @pytest.mark.parametrize("homes", COMBINATIONS, ids="-".join)

@@ -132,7 +132,7 @@ class TrainingSection(BaseModel):
     sequence_length: PositiveInt = 1024
     """Tokens that a sequence predicts."""
     accumulation_steps: PositiveInt = 1
-    """Backwards of a step."""
+    """Backwards of a step. With more than 1, gradients of bf16 and fp16 parameters add up in fp32."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = None
     """Clip the gradients' global norm to this. None: no clipping."""
     seed: CountOrNone = 0
@@ -169,10 +169,23 @@ class Recipe(BaseModel):
             raise ValueError(f"[offload] algorithm is {named}, but [optimizer] name is {self.optimizer.name}")
         return self
 
+    @model_validator(mode="after")
+    def _one_number_of_backwards(self) -> Self:
+        said, done = self.offload.accumulation_steps, self.training.accumulation_steps
+        if said not in (None, done):
+            raise ValueError(
+                f"[offload] accumulation_steps is {said}, but [training] accumulation_steps is {done}:"
+                " leave the former out, it follows the latter"
+            )
+        return self
+
     @property
     def placement(self) -> OffloadConfig:
-        """[offload], with the states of [optimizer]."""
-        return self.offload.model_copy(update={"algorithm": self.optimizer.name})
+        """[offload], with the states of [optimizer] and the backwards of [training]."""
+        update: dict[str, Any] = {"algorithm": self.optimizer.name}
+        if "accumulation_steps" not in self.offload.model_fields_set:
+            update["accumulation_steps"] = self.training.accumulation_steps
+        return self.offload.model_copy(update=update)
 
 
 def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:

@@ -106,6 +106,22 @@ def test_a_bf16_run_takes_its_dtype_from_the_recipe(make_recipe: Callable[..., R
     assert result.steps[0].loss == pytest.approx(5.5, abs=0.2)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gradients_of_several_backwards_take_fp32(
+    dtype: str, make_recipe: Callable[..., Recipe], caplog: pytest.LogCaptureFixture
+) -> None:
+    alone, added = (
+        train(make_recipe(offload={"compute_dtype": dtype}, training={"steps": 1, "accumulation_steps": number}))
+        for number in (1, 2)
+    )
+    leased = [result.steps[-1].report.tiers[1].leased_bytes for result in (alone, added)]
+    # Embedding and head, two blocks, and the root's norm, each in whole pages.
+    numels = [257 * 16, 257 * 16, 2336, 2336, 16]
+    pages = [sum(-(-width * numel // 4096) for numel in numels) for width in (2, 4)]
+    assert leased[1] - leased[0] == 4096 * (pages[1] - pages[0])
+    assert [record for record in caplog.records if "add up" in record.getMessage()] == []
+
+
 def test_checkpointing_changes_memory_and_not_numbers(make_recipe: Callable[..., Recipe]) -> None:
     config = make_recipe().model.config
     assert isinstance(config, dict)

@@ -84,6 +84,11 @@ def test_an_unknown_key_is_named_with_the_closest_known(file: Path, override: st
         ("optimizer.lr=-1.0", ["optimizer.lr", "-1.0"]),
         ("optimizer.momentum=0.9", ["adamw has no setting momentum"]),
         ("offload.algorithm=lion", ["algorithm is lion", "name is adamw"]),
+        (
+            "offload.accumulation_steps=2",
+            ["accumulation_steps is 2", "accumulation_steps is 1", "leave the former out"],
+        ),
+        ("offload.accumulation_steps=0", ["[offload]", "accumulation_steps", "0"]),
         ('model.config={model_type="llama"}', ["either name", "or config"]),
     ],
 )
@@ -94,6 +99,16 @@ def test_a_wrong_value_is_named(file: Path, override: str, words: list[str]) -> 
         read_recipe(file, [override])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_the_offload_config_is_told_how_many_backwards_a_step_has(file: Path) -> None:
+    assert read_recipe(file).placement.accumulation_steps == 1
+    recipe = read_recipe(file, ["training.accumulation_steps=4"])
+    assert recipe.placement.accumulation_steps == 4
+    # What is recorded with a run, and may be changed when it is continued, is what the user wrote.
+    assert "accumulation_steps" not in recipe.model_dump(exclude_unset=True)["offload"]
+    both = ["training.accumulation_steps=4", "offload.accumulation_steps=4"]
+    assert read_recipe(file, both).placement == recipe.placement
 
 
 @pytest.mark.parametrize("text", [None, "steps = ", "model = 3\n[data]\n[training]\n", "[model]\n"])
