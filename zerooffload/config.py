@@ -78,8 +78,12 @@ class OffloadConfig(BaseModel):
     moments are then rounded up or down at random (the same in every run)."""
     units: UnitSpec = "auto"
     """How the model is cut: "auto", module classes, `fnmatch` patterns of module names, or `(name, module) -> bool`."""
-    update: Literal["auto", "after_backward"] = "auto"
-    """When the optimizer update runs. "auto" is after_backward until the hidden modes exist."""
+    update: Literal["auto", "after_backward", "under_next_forward", "during_backward"] = "auto"
+    """When the optimizer update runs; the numbers are the same. "after_backward": in `optimizer.step()`.
+    "under_next_forward": it goes on when `step()` has returned, and a unit's is done before its next use.
+    "during_backward": a unit's may begin as soon as its gradient is complete, where its states have second slots on
+    nvme; what `step()` finds to be other than expected (clipping, a learning rate) is redone. "auto": hidden where the
+    update uses what compute does not, ahead unless clipping fires often."""
     accumulation_steps: Annotated[int, Field(ge=1, strict=True)] | None = None
     """How many backwards add up before each `optimizer.step()`. With more than 1, gradients of bf16 and fp16 parameters
     are added and held in fp32, in 2 more bytes a parameter. None: not said; they add up in their own dtype, as torch's

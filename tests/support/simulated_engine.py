@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -67,17 +68,20 @@ class SimulatedTicket:
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
+        self._turn = threading.RLock()
         self._failure: BaseException | None = None
         self._is_done = False
 
     def wait(self) -> None:
         """Let it happen. A failed operation says so as often as it is asked."""
-        if not self._is_done:
-            self._is_done = True
-            try:
-                self._action()
-            except TierIOError as failure:
-                self._failure = failure
+        with self._turn:
+            if not self._is_done:
+                try:
+                    self._action()
+                except TierIOError as failure:
+                    self._failure = failure
+                finally:
+                    self._is_done = True
         if self._failure is not None:
             raise self._failure
 

@@ -51,7 +51,7 @@ def start(nvme: Path) -> Any:
             environment = stack.enter_context(simulated(copies, transfers, faults=faults))
         homes: dict[str, Any] = dict.fromkeys(("params", "optimizer", "gradients"), "nvme")
         budgets = {"nvme_paths": [nvme], "host_memory": "16MiB", "device_memory": "120KiB"}
-        model = offload_prepared(RECIPE, environment, **homes, **budgets, **config)
+        model = offload_prepared(RECIPE, environment, **{"update": "after_backward", **homes, **budgets, **config})
         stack.callback(zo.close, model)
         return model
 
@@ -77,18 +77,24 @@ def test_a_failed_read_in_forward_can_be_tried_again(
     assert losses == plain(RECIPE).losses[:1] * 2
 
 
+@pytest.mark.parametrize("update", ["after_backward", "during_backward"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
     ("operation", "at"),
     [("read", at) for at in range(1, NUM_READS, 7)] + [("write", at) for at in range(1, NUM_WRITES, 5)],
 )
-def test_training_goes_on_rightly_or_not_at_all(
-    operation: str, at: int, place: str, start: Callable[..., nn.Module], plain: Callable[[Recipe], Outcome]
+def test_training_goes_on_rightly_or_not_at_all(  # noqa: PLR0917 - fixtures
+    operation: str,
+    at: int,
+    place: str,
+    update: str,
+    start: Callable[..., nn.Module],
+    plain: Callable[[Recipe], Outcome],
 ) -> None:
     """A user who repeats what failed, call by call and then step by step, gets the reference's numbers or an error."""
     told: list[BaseException] = []
     try:
-        model = start(place, [Fault(at=at, operation=operation, errno=errno.ENOSPC)])
+        model = start(place, [Fault(at=at, operation=operation, errno=errno.ENOSPC)], update=update)
         norms = train_stubbornly(model, told)
         # If it was not met in training, it is met here.
         params = current_params(model)
@@ -110,7 +116,9 @@ def test_training_goes_on_rightly_or_not_at_all(
 def test_there_are_so_many_operations(nvme: Path) -> None:
     environment = cpu_with_simulated_drive()
     homes: dict[str, Any] = dict.fromkeys(("params", "optimizer", "gradients"), "nvme")
-    model = offload_prepared(RECIPE, environment, nvme_paths=[nvme], device_memory="120KiB", **homes)
+    model = offload_prepared(
+        RECIPE, environment, nvme_paths=[nvme], device_memory="120KiB", update="after_backward", **homes
+    )
     train_stubbornly(model, [])
     current_params(model)
     zo.close(model)

@@ -10,8 +10,8 @@
 4. `register`, for memory that is used again and again, before its first use.
 5. `close` finishes what was submitted.
 
-A ticket owns its buffer: holding it keeps the buffer alive. Any thread may submit, and wait for tickets, but each
-ticket is waited for by one thread at a time. Nothing orders two operations but waiting. A wait that lasts long is
+A ticket owns its buffer: holding it keeps the buffer alive. Any thread may submit, and wait for tickets, also for one
+that another waits for. Nothing orders two operations but waiting. A wait that lasts long is
 warned about, with the file, offset and length.
 """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,18 +63,21 @@ class Ticket:
     def __init__(self, operation: Operation) -> None:
         self._operation = operation
         self._owner = os.getpid()
+        # Reentrant: the garbage collector may end a run, which waits, in the middle of a wait.
+        self._turn = threading.RLock()
         self._is_over = False
         self._failure: TierIOError | None = None
 
     def wait(self) -> None:
         """Block, without the interpreter lock; raise `TierIOError` for anything but success, each time."""
-        if not self._is_over:
-            try:
-                # Interrupted by Ctrl-C, the operation is still under way and can be waited for again.
-                self._wait()
-            except TierIOError as failure:
-                self._failure = failure
-            self._is_over = True
+        with self._turn:
+            if not self._is_over:
+                try:
+                    # Interrupted by Ctrl-C, the operation is still under way and can be waited for again.
+                    self._wait()
+                except TierIOError as failure:
+                    self._failure = failure
+                self._is_over = True
         if self._failure is not None:
             raise self._failure
 

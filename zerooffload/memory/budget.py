@@ -80,10 +80,11 @@ class Budget:
         return Lease(self, nbytes, holder)
 
     def _take(self, nbytes: int, holder: str) -> None:
+        # Without the lock: who gives up may hold one of its own while a finalizer there gives a lease back.
+        for give_up in self._yielding:
+            if self._leased_bytes + nbytes > self.limit_bytes:
+                give_up(self._leased_bytes + nbytes - self.limit_bytes)
         with self._lock:
-            for give_up in self._yielding:
-                if self._leased_bytes + nbytes > self.limit_bytes:
-                    give_up(self._leased_bytes + nbytes - self.limit_bytes)
             if self._leased_bytes + nbytes > self.limit_bytes:
                 largest = ", ".join(f"{name} {format_bytes(n)}" for name, n in self._holders.most_common(3))
                 raise BudgetError(

@@ -124,10 +124,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self._run is not None:
-            self._run.update(self._scalars_of())
+            self._run.update(self.scalars_of())
         return loss
 
-    def _scalars_of(self) -> ScalarsOf:
+    def scalars_of(self) -> ScalarsOf:
+        """What each parameter would be updated with if `step` were called now; None for one of no group."""
         group_of = {id(param): group for group in self.param_groups for param in group["params"]}
         made: dict[tuple[int, int, float], StepScalars] = {}
 

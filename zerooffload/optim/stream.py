@@ -1,8 +1,7 @@
 """The streamed update: chunks are read, stepped and written, several in flight at once.
 
 Of each chunk, what its home lets the kernel address is updated in place; the rest passes through a slot of the staging
-ring. The order of chunks is turned around in every step: those that were updated last are still in the ring, and need
-not be read (see tiers/staging.py).
+ring. Who drives the stream says in which order: see runtime/update_queue.py.
 
 [Note: reads run ahead as far as they can]
 All slots but one hold chunks that are read or stepped; the write of the chunk before those has the last one. So the
@@ -13,13 +12,13 @@ ahead it could run out of them: on a drive of 5 GB/s that cost 2 to 6 % of the s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
-from zerooffload.errors import TierIOError
+from zerooffload.errors import InternalError, ZeroOffloadError
 from zerooffload.optim.kernels import Kernels
 from zerooffload.optim.rules import StepScalars
 from zerooffload.optim.spans import Span
@@ -29,9 +28,20 @@ from zerooffload.tiers import Block, Space, StagingRing, StagingSlot
 
 @dataclass(frozen=True)
 class ChunkUpdate:
-    """A chunk to be updated: the homes of its states, and its spans counted from the chunk's start.
+    """A chunk to be updated.
 
-    `first_index` is that of its first element in the flat buffer.
+    Attributes
+    ----------
+    param, optimizer, gradient : Block
+        The homes of its states.
+    first_index : int
+        Of its first element in the flat buffer.
+    spans : sequence of Span
+        Counted from the chunk's start.
+    ahead : bool
+        Write the new states beside the old ones, which count until the blocks are told otherwise.
+    gradient_written : Waitable or None
+        What must be over before the gradient can be read from its home.
     """
 
     param: Block
@@ -40,6 +50,8 @@ class ChunkUpdate:
     chunk: int
     first_index: int
     spans: Sequence[Span[StepScalars]]
+    ahead: bool = False
+    gradient_written: Waitable | None = None
 
     @property
     def space(self) -> Space:
@@ -59,12 +71,15 @@ class _Staged:
     space: Space
     records: list[torch.Tensor] = field(default_factory=list)
     reads: list[Waitable] = field(default_factory=list)
+    writes: list[Waitable] = field(default_factory=list)
     writes_back: list[tuple[Block, torch.Tensor]] = field(default_factory=list)
     slot: StagingSlot | None = None
 
 
 class StreamedUpdate:
-    """Runs chunk updates through a staging ring.
+    """Takes chunks through a staging ring, a few at a time, in the order in which they are staged.
+
+    For one thread at a time.
 
     Parameters
     ----------
@@ -77,53 +92,96 @@ class StreamedUpdate:
         self._ring = ring
         self._waits = waits
         self._recorder = recorder
+        self._staged: deque[_Staged] = deque()
 
-    def run(self, updates: Iterable[ChunkUpdate]) -> None:
-        """Update every chunk; returns when all states are home.
+    @property
+    def num_staged(self) -> int:
+        """Chunks whose states are in reach, or on their way."""
+        return len(self._staged)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another chunk may be staged; see [Note: reads run ahead as far as they can]."""
+        return len(self._staged) < max(1, self._ring.num_working - 1)
+
+    def stage(self, update: ChunkUpdate) -> None:
+        """Begin to bring a chunk's states into reach.
 
         Raises
         ------
         TierIOError
-            If a state could not be read or written: the states of the chunks before are new, those after it old.
+            If a transfer could not be begun, or an earlier one of the slot's has failed.
         """
-        depth = max(1, self._ring.num_working - 1)
-        staged: deque[_Staged] = deque()
+        staged = _Staged(update, update.space)
         try:
-            for update in updates:
-                if len(staged) == depth:
-                    self._finish(staged.popleft())
-                staged.append(self._stage(update))
-            while staged:
-                self._finish(staged.popleft())
+            for block, is_updated in ((update.param, True), (update.optimizer, True), (update.gradient, False)):
+                staged.records.append(self._bring(staged, block, is_updated=is_updated))
         except BaseException:
-            # Buffers must outlive what is in flight, whatever went wrong.
-            for item in staged:
-                self._abandon(item)
+            self._abandon(staged)
             raise
-        self._ring.drain(self._waits)
+        self._staged.append(staged)
+
+    def finish_first(self) -> list[Waitable]:
+        """Update the chunk that was staged first, and begin to take it home; its writes.
+
+        Raises
+        ------
+        TierIOError
+            If a state could not be read, or a write not begun: the states are the old ones still, or some of each.
+        """
+        staged = self._staged.popleft()
+        try:
+            for read in staged.reads:
+                self._waits.until(Wait.STATE_READ, read)
+            with self._recorder.working(Work.UPDATE_KERNEL):
+                self._step(staged)
+            for block, record in staged.writes_back:
+                staged.writes.append(self._write(staged.update, block, record))
+            self._copy(staged)
+        except BaseException:
+            self._abandon(staged)
+            raise
+        if staged.slot is not None:
+            for block, _ in staged.writes_back:
+                staged.slot.keep(block, staged.update.chunk)
+            self._ring.release(staged.slot, staged.writes, keeps=True)
+        return staged.writes
+
+    def abandon_first(self) -> None:
+        """Leave the chunk that was staged first as it is."""
+        self._abandon(self._staged.popleft())
+
+    def abandon(self) -> None:
+        """Leave every chunk that is staged as it is. Buffers outlive what is in flight."""
+        while self._staged:
+            self.abandon_first()
 
     def settle(self) -> None:
         """After a failure: return when nothing that was begun is under way any more."""
         for _ in range(self._ring.num_slots):
-            with suppress(TierIOError):
+            with suppress(ZeroOffloadError):
                 self._ring.drain(self._waits)
                 break
         # What was stepped is in the slots, but is not to count.
         self._ring.forget()
 
-    def _stage(self, update: ChunkUpdate) -> _Staged:
-        staged = _Staged(update, update.space)
-        for block, is_updated in ((update.param, True), (update.optimizer, True), (update.gradient, False)):
-            record = block.view(staged.space, update.chunk)
-            if record is None:
-                slot = self._slot_of(staged)
-                record = slot.take(block.layout.file_nbytes(update.chunk))
-                if not slot.holds(block, update.chunk):
-                    staged.reads.append(block.read(update.chunk, record))
-                if is_updated:
-                    staged.writes_back.append((block, record))
-            staged.records.append(record)
-        return staged
+    def _bring(self, staged: _Staged, block: Block, *, is_updated: bool) -> torch.Tensor:
+        """The record of a state, in place or in the ring; there its read is under way."""
+        update = staged.update
+        record = block.view(staged.space, update.chunk)
+        if record is not None:
+            if update.ahead and is_updated:
+                raise InternalError("a state that is updated in place cannot be updated ahead")
+            return record
+        slot = self._slot_of(staged)
+        record = slot.take(block.layout.file_nbytes(update.chunk))
+        if not slot.holds(block, update.chunk):
+            if update.gradient_written is not None and block is update.gradient:
+                self._waits.until(Wait.GRADIENT_WRITE, update.gradient_written)
+            staged.reads.append(block.read(update.chunk, record))
+        if is_updated:
+            staged.writes_back.append((block, record))
+        return record
 
     def _slot_of(self, staged: _Staged) -> StagingSlot:
         """The chunk's slot of the ring, taken when it is first needed."""
@@ -132,21 +190,8 @@ class StreamedUpdate:
             staged.slot = self._ring.acquire(self._waits, key=(id(update.param), update.chunk))
         return staged.slot
 
-    def _finish(self, staged: _Staged) -> None:
-        try:
-            for read in staged.reads:
-                self._waits.until(Wait.STATE_READ, read)
-            with self._recorder.working(Work.UPDATE_KERNEL):
-                self._step(staged)
-            writes = [block.write(staged.update.chunk, record) for block, record in staged.writes_back]
-            writes += self._copy(staged)
-        except BaseException:
-            self._abandon(staged)
-            raise
-        if staged.slot is not None:
-            for block, _ in staged.writes_back:
-                staged.slot.keep(block, staged.update.chunk)
-            self._ring.release(staged.slot, writes, keeps=True)
+    def _write(self, update: ChunkUpdate, block: Block, record: torch.Tensor) -> Waitable:
+        return block.write_ahead(update.chunk, record) if update.ahead else block.write(update.chunk, record)
 
     def _step(self, staged: _Staged) -> None:
         update, kernels = staged.update, self._kernels[staged.space]
@@ -160,9 +205,9 @@ class StreamedUpdate:
             own = update.optimizer.layout.cut(record, span.start, span.stop)
             kernels.step(span.settings, param[part], own, grad[part], update.first_index + span.start)
 
-    def _copy(self, staged: _Staged) -> list[Waitable]:
+    def _copy(self, staged: _Staged) -> None:
         """Let copies on files follow what was updated."""
-        update, writes = staged.update, []
+        update = staged.update
         for block, record in zip((update.param, update.optimizer), staged.records, strict=False):
             if block.mirror is None:
                 continue
@@ -173,9 +218,8 @@ class StreamedUpdate:
                     copy[: record.numel()].copy_(record)
                 else:
                     self._waits.until(Wait.STATE_COPY, block.read(update.chunk, copy))
-            writes.append(block.mirror.write(update.chunk, copy))
-        return writes
+            staged.writes.append(block.mirror.write(update.chunk, copy))
 
     def _abandon(self, staged: _Staged) -> None:
         if staged.slot is not None:
-            self._ring.release(staged.slot, staged.reads)
+            self._ring.release(staged.slot, [*staged.reads, *staged.writes])

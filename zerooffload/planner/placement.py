@@ -6,6 +6,7 @@ parameters in use  a window of device memory, shared by the units whose homes th
                  root's and the largest hook point's, at most all of them; what the budget leaves over makes it larger
 gradient collection   device memory where a unit's gradients gather before they leave for a home elsewhere
 staging ring     host buffers through which the update streams what the kernel cannot address at home
+parameter staging  host buffers through which parameters go from files to a device with memory of its own
 gradient staging host buffers for gradients on their way
 journal          where steps are committed: a buffer for a record, and its two files
 """
@@ -34,6 +35,8 @@ CHUNK_NUMEL = 2 << 20
 """Elements of a chunk: 16 MiB of fp32 moments."""
 NUM_STAGING_SLOTS = 4
 """Three chunks being read and stepped, one being written."""
+NUM_PARAMETER_SLOTS = 4
+"""Three chunks being read, one being copied to the device."""
 NUM_GRADIENT_SLOTS = 2
 JOURNAL_HOLDER = "journal"
 
@@ -140,8 +143,9 @@ class Placement:
 
     Attributes
     ----------
-    slot_nbytes, gradient_slot_nbytes : int
-        Length of a staging slot of the update, and of the gradients; 0 where nothing is staged.
+    slot_nbytes, param_slot_nbytes, gradient_slot_nbytes : int
+        Length of a staging slot of the update, of parameters on their way to the device, and of gradients; 0 where
+        nothing is staged.
     window, collection : WindowNeed
         Of parameters in use, and of gradients being collected.
     commits_steps : bool
@@ -151,6 +155,7 @@ class Placement:
     units: tuple[UnitPlacement, ...]
     reach: Reach
     slot_nbytes: int
+    param_slot_nbytes: int
     gradient_slot_nbytes: int
     window: WindowNeed
     collection: WindowNeed
@@ -162,6 +167,11 @@ class Placement:
         flats = [flat for unit in self.units for flat in unit.flats if flat.optimizer is not None]
         far = [flat for flat in flats if TierName.NVME in (flat.param.tier, flat.optimizer and flat.optimizer.tier)]
         return sum(flat.param.layout.num_chunks for flat in far)
+
+    @property
+    def update_uses_other_resources(self) -> bool:
+        """Whether the update uses what compute does not: a drive, or, beside a device, the host."""
+        return not self.reach.device_shares_host or self.num_staged_chunks > 0
 
     @property
     def num_kept_chunks(self) -> int:
@@ -178,6 +188,7 @@ class Placement:
                     for tier, holder, nbytes in self._blocks(state):
                         totals[tier, holder] = totals.get((tier, holder), 0) + nbytes
         totals[TierName.HOST, "staging ring"] = ring_nbytes(NUM_STAGING_SLOTS, self.slot_nbytes)
+        totals[TierName.HOST, "parameter staging"] = ring_nbytes(NUM_PARAMETER_SLOTS, self.param_slot_nbytes)
         totals[TierName.HOST, "gradient staging"] = ring_nbytes(NUM_GRADIENT_SLOTS, self.gradient_slot_nbytes)
         if self.commits_steps:
             totals[TierName.HOST, JOURNAL_HOLDER] = record_capacity(self.num_kept_chunks)
@@ -284,6 +295,7 @@ def place(
         units=placed,
         reach=reach,
         slot_nbytes=max((_slot_nbytes(flat, reach) for flat in flats), default=0),
+        param_slot_nbytes=max((_param_slot_nbytes(flat, reach) for flat in flats), default=0),
         gradient_slot_nbytes=max((_gradient_slot_nbytes(flat, reach) for flat in flats), default=0),
         window=_window_need(placed, range_bytes),
         collection=_window_need(placed, collect_bytes),
@@ -372,6 +384,13 @@ def _slot_nbytes(flat: FlatPlacement, reach: Reach) -> int:
         states = [state for state in states if state.is_mirrored]
     needs = [state.layout for state in states if state.is_mirrored or not reach.by_host(state.tier)]
     return sum(layout.file_nbytes(0) for layout in needs if layout.num_chunks)
+
+
+def _param_slot_nbytes(flat: FlatPlacement, reach: Reach) -> int:
+    """Room for a chunk's parameters, where neither the host nor the device can address them at home."""
+    layout = flat.param.layout
+    is_staged = flat.moves and not reach.device_shares_host and not reach.by_host(flat.param.tier)
+    return layout.file_nbytes(0) if is_staged and layout.num_chunks else 0
 
 
 def _gradient_slot_nbytes(flat: FlatPlacement, reach: Reach) -> int:

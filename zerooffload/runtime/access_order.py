@@ -72,6 +72,10 @@ class AccessOrder:
         self._seen = []
         self._position = 0
 
+    def of(self, kind: Pass) -> list[str]:
+        """What is expected of a pass of that kind."""
+        return list(self._orders[kind])
+
     def upcoming(self) -> list[str]:
         """What is expected next: the rest of this pass, and what follows it."""
         if self._current is None:

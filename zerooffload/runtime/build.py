@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -37,6 +38,8 @@ from zerooffload.runtime.initialization import is_on_meta, materialize
 from zerooffload.runtime.resources import Drive, Parts, Resources, limits_of, warn_if_memory_is_short
 from zerooffload.runtime.run import Run
 from zerooffload.runtime.storage import open_storage
+from zerooffload.runtime.update_mode import ModeChooser, UpdateMode
+from zerooffload.runtime.updating import UpdatePolicy
 from zerooffload.sharding.collectives import Collectives, SingleRank, agree
 from zerooffload.sharding.flat import Flat
 from zerooffload.sharding.grouping import UnitModules, find_units
@@ -136,8 +139,8 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
         parts=parts,
         kernels=(env.kernels, TorchKernels()),
         collectives=env.collectives,
+        policy=_update_policy(config, plan),
         baseline_bytes=baseline_bytes,
-        backwards=BackwardCount(config.accumulation_steps),
     )
     try:
         _hand_over(model, units, resources, parts, continues=storage is not None and storage.record is not None)
@@ -234,6 +237,12 @@ def _announce(layouts: list[UnitLayout], config: OffloadConfig, accelerator: Acc
         return place(layouts, homes, reach, states, durability, accumulates=config.accumulates)
 
     return announce(placed(choices), limits_of(config, accelerator), choices, placed)
+
+
+def _update_policy(config: OffloadConfig, plan: AnnouncedPlan) -> UpdatePolicy:
+    wanted: UpdateMode | Literal["auto"] = "auto" if config.update == "auto" else UpdateMode(config.update)
+    mode = ModeChooser(wanted, plan.placement.update_uses_other_resources)
+    return UpdatePolicy(mode, BackwardCount(config.accumulation_steps))
 
 
 def _optimizer_states(config: OffloadConfig) -> OptimizerStates:

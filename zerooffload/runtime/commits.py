@@ -1,10 +1,10 @@
 """Committing steps behind the training thread.
 
 [Note: a commit]
-A step's writes are done when `optimizer.step()` returns. From then on a thread of its own flushes them, while the
-user's loop goes on; when the next training forward begins, what the loop did after the step is taken too (see
-`tracking`), the record is written, and the ranks tell each other that they are that far. Before the next step writes
-to a slot, the commit must be over on every rank: usually it is by then.
+A commit begins with `optimizer.step()`. A thread of its own waits until the step's writes are done (hidden ones go on
+when `step` has returned) and flushes them, while the user's loop goes on; when the next training forward begins, what
+the loop did after the step is taken too (see `tracking`), the record is written, and the ranks tell each other that
+they are that far. Before the next step writes to a slot, the commit must be over on every rank: usually it is by then.
 
 Parameters that the loop edits after the step belong to it too. They are written where the step's own writes are, which
 no record names yet, and flushed before it does.
@@ -20,7 +20,7 @@ from typing import Any
 from zerooffload.errors import RankError
 from zerooffload.journal import Journal, StepRecord
 from zerooffload.sharding.collectives import StepAgreement
-from zerooffload.telemetry import Wait, Waits
+from zerooffload.telemetry import Wait, Waitable, Waits
 from zerooffload.tiers import SlotState, SlotTable
 
 FAILED = -1
@@ -30,11 +30,12 @@ FAILED = -1
 class _Commit:
     """A step on its way to being durable; can be waited for."""
 
-    def __init__(self, sequence: int, step: int, chunks: SlotState, state: dict[str, Any]) -> None:
+    def __init__(self, sequence: int, step: int, state: dict[str, Any], written: Waitable) -> None:
         self.sequence = sequence
         self.step = step
-        self.chunks = chunks
         self.state = state
+        self.written = written
+        self.chunks: SlotState | None = None
         self.sealed = threading.Event()
         self.was_edited = False
         self.error: BaseException | None = None
@@ -56,7 +57,7 @@ class _Commit:
 
 
 class Commits:
-    """One commit after the other. All methods are for the thread that trains.
+    """One commit after the other. All methods are for the thread that trains; `make_room` is for whoever writes.
 
     Parameters
     ----------
@@ -103,15 +104,17 @@ class Commits:
         self._in_background = in_background
         self._pending: _Commit | None = None
         self._failure: BaseException | None = None
+        # Held while somebody settles: the thread that trains, or that of hidden updates.
+        self._settling = threading.RLock()
         slots.make_room = self.make_room
 
-    def begin(self, step: int, state: dict[str, Any]) -> None:
-        """The writes of a step are done: make it durable. `state` was taken when `step()` was called."""
+    def begin(self, step: int, state: dict[str, Any], written: Waitable) -> None:
+        """Make a step durable, once its writes are. `state` was taken when `step()` was called."""
         self.settle()
         self.may_be_needed = True
         try:
             late = self._take_late(False) or {}
-            commit = _Commit(self.sequence + 1, step, self._slots.state(), {**state, **late})
+            commit = _Commit(self.sequence + 1, step, {**state, **late}, written)
             if self._in_background:
                 threading.Thread(target=self._run, args=(commit,), name="zerooffload-commit", daemon=True).start()
         except BaseException as error:
@@ -138,7 +141,9 @@ class Commits:
         failure: Exception | None = None
         try:
             commit.state.update(self._take_late(at_forward) or {})
-            commit.chunks = self._slots.state()
+            if commit.written.done():
+                # Raises if an edit was lost.
+                self._slots.state()
         except Exception as error:  # noqa: BLE001 - raised below, when the thread that commits knows
             commit.error = failure = error
         commit.sealed.set()
@@ -150,12 +155,16 @@ class Commits:
     def make_room(self) -> None:
         """A slot is about to be written to: return when that harms no step that is committed or about to be.
 
+        What is written before a step's own writes are done is one of them; then, until it is sealed, an edit of it.
+
         Raises
         ------
         TierIOError, RankError
             See `settle`.
         """
         commit = self._pending
+        if self._failure is None and commit is not None and not commit.written.done():
+            return
         if self._failure is None and commit is not None and not commit.sealed.is_set():
             commit.was_edited = True
         else:
@@ -171,22 +180,24 @@ class Commits:
         RankError
             If another rank could not, or is gone.
         """
-        if self._failure is not None:
-            raise self._failure
-        commit = self._pending
-        if commit is None:
-            return
-        try:
-            self.seal(at_forward=False)
-            self._waits.until(Wait.COMMIT, commit)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            self._failure = error
-            raise
-        self._pending = None
-        self._slots.commit(commit.chunks)
-        self.sequence, self.step = commit.sequence, commit.step
+        with self._settling:
+            if self._failure is not None:
+                raise self._failure
+            commit = self._pending
+            if commit is None:
+                return
+            try:
+                self.seal(at_forward=False)
+                self._waits.until(Wait.COMMIT, commit)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                self._failure = error
+                raise
+            if commit.chunks is not None:
+                self._slots.commit(commit.chunks)
+            self.sequence, self.step = commit.sequence, commit.step
+            self._pending = None
 
     def fail(self) -> None:
         """Let the other ranks, which may wait for it, know that this one could not finish its step."""
@@ -211,11 +222,13 @@ class Commits:
     def _run(self, commit: _Commit) -> None:
         mine = FAILED
         try:
+            commit.written.wait()
             self._journal.flush_states()
             commit.sealed.wait()
             if commit.error is None:
                 if commit.was_edited:
                     self._journal.flush_states()
+                commit.chunks = self._slots.state()
                 record = StepRecord(self._run_id, commit.sequence, commit.step, commit.chunks, commit.state)
                 self._journal.write(record)
                 mine = commit.sequence

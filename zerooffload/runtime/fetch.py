@@ -2,7 +2,8 @@
 
 Where the device shares host memory, records are read straight into the range. Elsewhere what the host addresses is
 copied, and what it does not address passes through a staging slot: all staged records wait in one queue, first come,
-first served, so that a fetch that is waited for finishes those before it.
+first served, so that a fetch that is waited for finishes those before it. A unit whose update is still under way is
+read when that is over.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from zerooffload.accelerator import Accelerator, Event
 from zerooffload.errors import ZeroOffloadError
+from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.unit import Unit
 from zerooffload.telemetry import Wait, Waitable, Waits, wait_for_all
 from zerooffload.tiers import Block, Space, StagingRing, StagingSlot, Transfers
@@ -23,8 +25,9 @@ from zerooffload.tiers import Block, Space, StagingRing, StagingSlot, Transfers
 class Fetch:
     """A unit on its way: what is still outstanding."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, refill_after: Event) -> None:
         self.unit = unit
+        self.refill_after = refill_after
         self.direct_reads: list[Waitable] = []
         self.num_staged = 0
         self.last_copy: Event | None = None
@@ -61,7 +64,16 @@ class Settled:
 class Fetcher:
     """Starts and finishes fetches."""
 
-    def __init__(self, accelerator: Accelerator, transfers: Transfers, ring: StagingRing, waits: Waits) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        transfers: Transfers,
+        ring: StagingRing,
+        waits: Waits,
+        updates: UpdateQueue,
+    ) -> None:
+        self._updates = updates
+        self._not_begun: list[Fetch] = []
         self._accelerator = accelerator
         self._transfers = transfers
         self._ring = ring
@@ -71,34 +83,48 @@ class Fetcher:
 
     def start(self, unit: Unit, refill_after: Event) -> Fetch:
         """Begin to fill the unit's ranges, whose memory compute has done with at `refill_after`."""
-        fetch = Fetch(unit)
+        fetch = Fetch(unit, refill_after)
         for part in unit.moving_parts:
+            if part.range is not None:
+                part.range.fill()
+        self._not_begun.append(fetch)
+        self._begin_updated()
+        return fetch
+
+    def _begin_updated(self) -> None:
+        """Begin to read the units whose updates are home. Where one failed, who waits for its fetch is told."""
+        for fetch in [fetch for fetch in self._not_begun if self._updates.is_home(fetch.unit)]:
+            self._begin(fetch)
+
+    def _begin(self, fetch: Fetch) -> None:
+        self._updates.wait(fetch.unit)
+        self._not_begun.remove(fetch)
+        for part in fetch.unit.moving_parts:
             if part.range is None:
                 continue
-            part.range.fill()
             layout = part.home.layout
             for chunk in range(layout.num_chunks):
                 offset = layout.record_offset(chunk)
                 target = part.shard_of(part.range.tensor)[offset : offset + layout.file_nbytes(chunk)]
-                self._start_record(fetch, part.home, chunk, target, refill_after)
-        return fetch
+                self._start_record(fetch, part.home, chunk, target)
 
-    def _start_record(self, fetch: Fetch, home: Block, chunk: int, target: torch.Tensor, refill_after: Event) -> None:
+    def _start_record(self, fetch: Fetch, home: Block, chunk: int, target: torch.Tensor) -> None:
         source = home.view(Space.HOST, chunk)
         if source is not None:
             target = target[: source.numel()]
-            fetch.last_copy = self._transfers.to_device(target, source, refill_after, Wait.RANGE_REFILL)
+            fetch.last_copy = self._transfers.to_device(target, source, fetch.refill_after, Wait.RANGE_REFILL)
         elif self._accelerator.shares_host_memory:
             fetch.direct_reads.append(home.read(chunk, target))
         else:
             # Every staged copy runs on `copy_in`, so ordering that queue once is enough.
-            self._waits.order(Wait.RANGE_REFILL, self._accelerator.copy_in, refill_after)
+            self._waits.order(Wait.RANGE_REFILL, self._accelerator.copy_in, fetch.refill_after)
             fetch.num_staged += 1
             self._queue.append(_StagedRead(fetch, home, chunk, target))
             self.advance()
 
     def advance(self) -> None:
         """Do what can be done without waiting."""
+        self._begin_updated()
         self._issue()
         while self._reading and self._reading[0].ticket is not None and self._reading[0].ticket.done():
             self._copy_first()
@@ -112,6 +138,8 @@ class Fetcher:
         TierIOError
             If a record could not be read; the ranges' contents are then undefined.
         """
+        if fetch in self._not_begun:
+            self._begin(fetch)
         wait_for_all(self._waits, Wait.PARAMETER_READ, fetch.direct_reads)
         while fetch.num_staged:
             self._issue()
@@ -123,6 +151,8 @@ class Fetcher:
 
     def cancel(self, fetch: Fetch) -> None:
         """See to it that nothing goes to the ranges of a fetch that failed."""
+        if fetch in self._not_begun:
+            self._not_begun.remove(fetch)
         self._queue = deque(item for item in self._queue if item.fetch is not fetch)
         for item in [item for item in self._reading if item.fetch is fetch]:
             self._reading.remove(item)

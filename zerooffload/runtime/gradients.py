@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -62,6 +63,8 @@ class GradientPath:
     ----------
     window_nbytes : int
         Device bytes that filled collection buffers may take together.
+    changed, is_complete : callable
+        Told when a flat's gradient is not what it was any more, and when all of a backward's have come to it.
     """
 
     def __init__(
@@ -71,7 +74,14 @@ class GradientPath:
         collectives: Collectives,
         units: Sequence[Unit],
         parts: Parts,
+        *,
+        changed: Callable[[UnitFlat], None],
+        is_complete: Callable[[UnitFlat, TrainingStates], None],
     ) -> None:
+        self._changed = changed
+        self._is_complete = is_complete
+        self._come: dict[UnitFlat, set[int]] = {}
+        self._told: set[UnitFlat] = set()
         self._free_nbytes = window_nbytes
         self._collectives = collectives
         self._units = units
@@ -100,6 +110,7 @@ class GradientPath:
     def _begin(self, unit: Unit) -> None:
         self._begun[unit] = None
         for part, training in trainable(unit):
+            self._changed(part)
             for index, param in enumerate(part.flat.params):
                 if isinstance(param.grad, OffloadedGradient):
                     # Autograd would add into it; what is held at home is added there.
@@ -123,6 +134,7 @@ class GradientPath:
             else:
                 self._collect(part, training, index, grad)
         param.grad = OffloadedGradient(param)
+        self._landing.advance()
 
     def end_backward(self) -> None:
         """Backward is over: send what has gathered, and show what is held."""
@@ -136,8 +148,22 @@ class GradientPath:
                 for param, held in zip(part.flat.params, training.held, strict=True):
                     if held and param.grad is None:
                         param.grad = OffloadedGradient(param)
-        self._begun.clear()
         self._landing.finish()
+        for unit in self._begun:
+            for part, training in trainable(unit):
+                if any(training.held):
+                    self._tell_complete(part, training)
+        self._forget_backward()
+
+    def _forget_backward(self) -> None:
+        self._begun.clear()
+        self._come.clear()
+        self._told.clear()
+
+    def _tell_complete(self, part: UnitFlat, training: TrainingStates) -> None:
+        if part not in self._told:
+            self._told.add(part)
+            self._is_complete(part, training)
 
     def abandon_backward(self) -> None:
         """A backward raised: drop what was gathering, and remember which gradients it left."""
@@ -156,7 +182,7 @@ class GradientPath:
                         training.held[index] = False
                     else:
                         self._lost.append(param)
-        self._begun.clear()
+        self._forget_backward()
 
     def check_whole(self) -> None:
         """See that no gradients are left of a backward that raised, or that could not be brought home.
@@ -193,6 +219,7 @@ class GradientPath:
     def changed(self, part: UnitFlat) -> None:
         """The gradient of a flat was changed at home."""
         self._landing.forget_sums(part)
+        self._changed(part)
 
     def discard(self, part: UnitFlat, index: int) -> None:
         """Forget a parameter's gradient."""
@@ -200,6 +227,7 @@ class GradientPath:
             part.training.held[index] = False
             part.training.grad_factors[index] = 1.0
             self._landing.forget_sums(part)
+            self._changed(part)
 
     def _tell_of_rounding(self, dtype: torch.dtype) -> None:
         """Several backwards add up in `dtype`: tell, once, if small gradients are lost in that."""
@@ -225,6 +253,10 @@ class GradientPath:
             target.copy_(grad)
         training.held[index] = True
         self._landing.forget_sums(part)
+        come = self._come.setdefault(part, set())
+        come.add(index)
+        if len(come) == len(part.flat.params):
+            self._tell_complete(part, training)
 
     def _collect(self, part: UnitFlat, training: TrainingStates, index: int, grad: torch.Tensor) -> None:
         collection = self._open.get(id(part)) or self._open_collection(part, training)
@@ -290,10 +322,18 @@ class GradientPath:
             self._held_before[id(part)] = list(collection.training.held)
             self._arrived[id(part)] = arrived
             arrived = set(range(len(layout.slots)))
+        is_whole = len(collection.arrived) == len(collection.views)
         # Before anything is in flight: the memory must be waited for also if sending fails half-way.
         self._leaving.append(collection)
         shard = part.shard_of(collection.memory.tensor)
-        self._landing.send(part, collection.training, shard, arrived, using=collection.leaving)
+        self._landing.send(
+            part,
+            collection.training,
+            shard,
+            arrived,
+            using=collection.leaving,
+            then=partial(self._tell_complete, part, collection.training) if is_whole else None,
+        )
 
     def _give_back_oldest(self) -> None:
         collection = self._leaving.popleft()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,7 @@ class _Copying:
     content: torch.Tensor
     slot: StagingSlot
     copied: Event
+    then: Callable[[], None] | None
 
 
 class Landing:
@@ -88,6 +90,7 @@ class Landing:
         arrived: set[int],
         *,
         using: list[Waitable],
+        then: Callable[[], None] | None = None,
     ) -> None:
         """Send the gradients `arrived` of a flat home from `memory`, uint8 on the device.
 
@@ -95,6 +98,8 @@ class Landing:
         ----------
         using : list[Waitable]
             Gets what must be done before `memory` may be reused, also if this raises.
+        then : callable, optional
+            Called when all of them have joined their home, or are on their way from host memory to files.
         """
         departure = _Departure(part, training, frozenset(arrived), tuple(training.held), tuple(training.grad_factors))
         for index in arrived:
@@ -108,7 +113,19 @@ class Landing:
             if self._shares_host_memory:
                 using += self._join(departure, chunk, content, None)
             else:
-                using.append(self._copy_out(departure, chunk, content))
+                last = then if chunk == layout.num_chunks - 1 else None
+                using.append(self._copy_out(departure, chunk, content, last))
+        if then is not None and (self._shares_host_memory or not layout.num_chunks):
+            then()
+
+    def advance(self) -> None:
+        """Join what has come from the device by now."""
+        while self._copying and self._copying[0].copied.done():
+            self._join_first()
+
+    def write_of(self, part: UnitFlat, chunk: int) -> Waitable | None:
+        """The write of a chunk's gradient to its home, if there is one that nobody has waited for."""
+        return self._writes.get((id(part), chunk))
 
     def finish(self) -> None:
         """Join everything that was sent; writes may still be under way."""
@@ -124,8 +141,11 @@ class Landing:
     def drain(self) -> None:
         """Wait until everything is home."""
         self.finish()
-        writes, self._writes = self._writes, {}
-        wait_for_all(self._waits, Wait.GRADIENT_WRITE, writes.values())
+        try:
+            wait_for_all(self._waits, Wait.GRADIENT_WRITE, self._writes.values())
+        finally:
+            # Not before: an update that runs ahead asks for them.
+            self._writes.clear()
 
     def forget_sums(self, part: UnitFlat) -> None:
         """The gradient of a flat changed."""
@@ -161,13 +181,15 @@ class Landing:
         finally:
             self._ring.release(slot)
 
-    def _copy_out(self, departure: _Departure, chunk: int, source: torch.Tensor) -> Event:
+    def _copy_out(
+        self, departure: _Departure, chunk: int, source: torch.Tensor, then: Callable[[], None] | None
+    ) -> Event:
         if not self._ring.num_free:
             self._join_first()
         slot = self._ring.acquire(self._waits)
         content = slot.take(source.numel())
         copied = self._transfers.to_host(content, source, Wait.GRADIENT_COMPUTED)
-        self._copying.append(_Copying(departure, chunk, content, slot, copied))
+        self._copying.append(_Copying(departure, chunk, content, slot, copied, then))
         return copied
 
     def _join_first(self) -> None:
@@ -178,6 +200,8 @@ class Landing:
             leaving = self._join(item.departure, item.chunk, item.content, item.slot)
         finally:
             self._ring.release(item.slot, leaving)
+        if item.then is not None:
+            item.then()
 
     def _join(
         self, departure: _Departure, chunk: int, content: torch.Tensor, slot: StagingSlot | None
@@ -258,9 +282,10 @@ class Landing:
         return write
 
     def _read(self, part: UnitFlat, training: TrainingStates, chunk: int, record: torch.Tensor) -> None:
-        write = self._writes.pop((id(part), chunk), None)
+        write = self._writes.get((id(part), chunk))
         if write is not None:
             self._waits.until(Wait.GRADIENT_WRITE, write)
+            del self._writes[id(part), chunk]
         self._waits.until(Wait.GRADIENT_READ, training.gradient.read(chunk, record))
 
     def _arrive(

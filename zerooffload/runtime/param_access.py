@@ -21,6 +21,7 @@ from zerooffload.runtime.gradients import GradientPath
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
 from zerooffload.runtime.slot_access import SlotAccess, bits, join_pieces, own_piece
+from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.layout import Slot
 from zerooffload.sharding.registry import Residence, residence_of
@@ -40,6 +41,7 @@ class ParamAccess:
         resources: Resources,
         parts: Parts,
         rule: Rule,
+        updates: UpdateQueue,
     ) -> None:
         self._rule = rule
         self._residency = residency
@@ -47,7 +49,7 @@ class ParamAccess:
         self._collectives = collectives
         self._resources = resources
         self._host = resources.budgets[TierName.HOST]
-        self._slots = SlotAccess(resources.ring, parts, residency.settle)
+        self._slots = SlotAccess(resources.ring, parts, residency.settle, updates)
         self._whole_gradients = GradientAccess(self._slots, collectives, gradients, self.lease_copies)
 
     @contextmanager

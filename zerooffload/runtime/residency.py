@@ -9,6 +9,7 @@ from zerooffload.accelerator import Accelerator
 from zerooffload.errors import BudgetError, ConfigError, InternalError
 from zerooffload.formats import format_bytes
 from zerooffload.runtime.fetch import Fetch, Fetcher
+from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.state import ShardState
 from zerooffload.sharding.unit import Unit
@@ -51,8 +52,14 @@ class Residency:
     """
 
     def __init__(
-        self, window_nbytes: int, fetcher: Fetcher, collectives: Collectives, accelerator: Accelerator
+        self,
+        window_nbytes: int,
+        fetcher: Fetcher,
+        collectives: Collectives,
+        accelerator: Accelerator,
+        updates: UpdateQueue,
     ) -> None:
+        self._updates = updates
         self._window_nbytes = window_nbytes
         self._fetcher = fetcher
         self._collectives = collectives
@@ -71,8 +78,9 @@ class Residency:
         BudgetError
             If they do not fit the window beside what else is in use.
         TierIOError
-            If a parameter cannot be read.
+            If a parameter cannot be read, or could not be updated.
         """
+        units = list(units)
         wanted = [unit for unit in units if unit.moving_parts]
         for unit in wanted:
             self._in_use[unit] += 1
@@ -83,6 +91,8 @@ class Residency:
         for unit in wanted:
             if unit.state.current is ShardState.FETCHING:
                 self._finish(unit)
+        for unit in units:
+            self._updates.wait(unit)
 
     def prefetch(self, upcoming: Sequence[Unit]) -> None:
         """Start fetches for what comes next, as far as the window reaches."""

@@ -18,9 +18,10 @@ from zerooffload.journal.history import NUM_RECORDS
 from zerooffload.machine import available_host_bytes, host_memory_bytes, ranks_of_this_machine
 from zerooffload.memory import Budget, Lease
 from zerooffload.planner.admission import AnnouncedPlan, Limits
-from zerooffload.planner.placement import JOURNAL_HOLDER, NUM_GRADIENT_SLOTS, NUM_STAGING_SLOTS
+from zerooffload.planner.placement import JOURNAL_HOLDER, NUM_GRADIENT_SLOTS, NUM_PARAMETER_SLOTS, NUM_STAGING_SLOTS
 from zerooffload.runtime.commits import Commits
 from zerooffload.runtime.storage import Storage
+from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.telemetry import Recorder, TierUsage, Waits, process_resident_bytes
 from zerooffload.tiers import NvmeTier, StagingRing, Tier, Transfers, device_tier, host_tier
 
@@ -112,9 +113,12 @@ class Resources:
     ----------
     tiers : dict[TierName, Tier]
         device, host, and nvme where something lives there.
-    ring, gradient_ring : StagingRing
+    ring, param_ring, gradient_ring : StagingRing
+        Of the update, of parameters on their way to the device, and of gradients.
     nvme : NvmeTier or None
         The tier of that name.
+    updates : UpdateQueue or None
+        Set by the run that takes these. Ended first.
     commits : Commits or None
         Where steps are committed: set once the run has begun. Finished before anything is given back.
     """
@@ -129,6 +133,7 @@ class Resources:
     ) -> None:
         self._plan = plan
         self.nvme: NvmeTier | None = None
+        self.updates: UpdateQueue | None = None
         self.commits: Commits | None = None
         limits = plan.limits
         host = Budget(TierName.HOST.value, limits.host_bytes)
@@ -159,6 +164,9 @@ class Resources:
                 self._leases.append(nvme.lease(NUM_RECORDS * nbytes, JOURNAL_HOLDER))
             self.ring = self._make_ring(
                 "staging ring", NUM_STAGING_SLOTS, placement.slot_nbytes, parts, num_cached=plan.num_cached_slots
+            )
+            self.param_ring = self._make_ring(
+                "parameter staging", NUM_PARAMETER_SLOTS, placement.param_slot_nbytes, parts
             )
             self.gradient_ring = self._make_ring(
                 "gradient staging", NUM_GRADIENT_SLOTS, placement.gradient_slot_nbytes, parts
@@ -220,8 +228,11 @@ class Resources:
         ZeroOffloadError
             If the last step could not be committed; everything is given back all the same.
         """
+        updates, self.updates = self.updates, None
         commits, self.commits = self.commits, None
         try:
+            if updates is not None:
+                updates.close()
             if commits is not None:
                 commits.close()
         finally:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerooffload.errors import ConfigError, InternalError
+from zerooffload.errors import ConfigError, InternalError, ZeroOffloadError
 from zerooffload.journal import Journal, StepRecord
 from zerooffload.optim.kernels import Kernels
 from zerooffload.optim.optimizer import ScalarsOf
@@ -21,7 +21,7 @@ from zerooffload.optim.record import OptimizerStates
 from zerooffload.optim.rules import RULES, Rule
 from zerooffload.optim.stream import StreamedUpdate
 from zerooffload.planner.admission import AnnouncedPlan
-from zerooffload.runtime.backwards import BackwardCount
+from zerooffload.runtime.ahead import AheadUpdates
 from zerooffload.runtime.clipping import Chosen, clip_factor, norm_sum, scale, total_norm
 from zerooffload.runtime.commits import Commits
 from zerooffload.runtime.fetch import Fetcher
@@ -32,15 +32,17 @@ from zerooffload.runtime.landing import Landing
 from zerooffload.runtime.param_access import ParamAccess
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
-from zerooffload.runtime.schedule import Schedule
+from zerooffload.runtime.schedule import Owner, Schedule
 from zerooffload.runtime.storage import Storage, with_places
 from zerooffload.runtime.tracking import Tracking
-from zerooffload.runtime.update import PlannedUpdate
+from zerooffload.runtime.update import plan_update
+from zerooffload.runtime.update_queue import UpdateQueue
+from zerooffload.runtime.updating import UpdatePolicy, Updating
 from zerooffload.sharding.collectives import Collectives, StepAgreement, agree
 from zerooffload.sharding.registry import forget, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
-from zerooffload.telemetry import StepReport, Wait, Work, process_peak_bytes
-from zerooffload.telemetry.recorder import CountingRecorder
+from zerooffload.telemetry import StepReport, Work, process_peak_bytes
+from zerooffload.telemetry.recorder import CountingRecorder, Counts
 from zerooffload.tiers import Block, NvmeBlock, SlotState, Space
 
 
@@ -64,11 +66,11 @@ class Run:
         parts: Parts,
         kernels: tuple[Kernels, Kernels],
         collectives: Collectives,
+        policy: UpdatePolicy,
         baseline_bytes: int,
-        backwards: BackwardCount,
     ) -> None:
         self.units = tuple(units)
-        self.backwards = backwards
+        self.backwards = policy.backwards
         self._points = tuple(points)
         self._states = states
         self._resources = resources
@@ -78,8 +80,12 @@ class Run:
         self._is_closed = False
         self._handles: list[RemovableHandle] = []
         self._at_close: list[Callable[[], None]] = []
-        fetcher = Fetcher(parts.accelerator, parts.transfers, resources.ring, parts.waits)
-        self._residency = Residency(plan.window_nbytes, fetcher, collectives, parts.accelerator)
+        by_space = {Space.HOST: kernels[0], Space.DEVICE: kernels[1]}
+        stream = StreamedUpdate(by_space, resources.ring, parts.waits, parts.recorder)
+        self._updates = updates = UpdateQueue(stream, parts.waits, in_background=parts.recorder.in_background)
+        resources.updates = self._updates
+        fetcher = Fetcher(parts.accelerator, parts.transfers, resources.param_ring, parts.waits, self._updates)
+        self._residency = Residency(plan.window_nbytes, fetcher, collectives, parts.accelerator, self._updates)
         self._landing = Landing(
             shares_host_memory=parts.accelerator.shares_host_memory,
             host_kernels=kernels[0],
@@ -89,15 +95,21 @@ class Run:
             waits=parts.waits,
             recorder=parts.recorder,
         )
-        self._gradients = GradientPath(plan.collection_nbytes, self._landing, collectives, self.units, parts)
-        self._schedule = Schedule(
-            self._points, self._residency, self._gradients, self._check_usable, self._training_begins
-        )
         self._tracking = Tracking(parts.accelerator)
+        ahead = AheadUpdates(updates, self._landing, self._tracking.optimizers)
+        self._updating = Updating(updates, ahead, policy, resources.ring, parts)
+        self._gradients = GradientPath(
+            plan.collection_nbytes,
+            self._landing,
+            collectives,
+            self.units,
+            parts,
+            changed=lambda part: updates.drop_ahead([part]),
+            is_complete=ahead.gradient_is_complete,
+        )
+        self._schedule = Schedule(self._points, self._residency, self._gradients, self._moments())
         self._unresumed: StepRecord | None = None
         self._random_at_forward: dict[str, Any] | None = None
-        by_space = {Space.HOST: kernels[0], Space.DEVICE: kernels[1]}
-        self._stream = StreamedUpdate(by_space, resources.ring, parts.waits, parts.recorder)
         self.access = ParamAccess(
             residency=self._residency,
             gradients=self._gradients,
@@ -105,6 +117,7 @@ class Run:
             resources=resources,
             parts=parts,
             rule=RULES[states.algorithm],
+            updates=self._updates,
         )
         self._baseline_bytes = baseline_bytes
         self._num_steps = 0
@@ -225,6 +238,10 @@ class Run:
         late = {**self._tracking.at_forward(), "steps": self._step_counts()}
         return {**late, **self._tracking.random_at_forward()} if at_forward else late
 
+    def _moments(self) -> Owner:
+        updating = self._updating
+        return Owner(self._check_usable, self._training_begins, updating.backward_begins, updating.backward_ended)
+
     def _training_begins(self) -> None:
         if self._random_at_forward is not None:
             self._tracking.put_back_random(self._random_at_forward)
@@ -245,7 +262,8 @@ class Run:
         """See `OptimizerRun`."""
         self._check_usable()
         self._schedule.recover()
-        planned = PlannedUpdate(self.units, scalars_of, backwards=self._num_steps % 2 == 1)
+        self._updates.finish()
+        planned = plan_update(self.units, scalars_of)
         self._residency.send_home()
         commits = self._resources.commits
         state: dict[str, Any] = {}
@@ -255,17 +273,19 @@ class Run:
         before = self._slots_before()
         try:
             self._gradients.drain()
-            self._stream.run(planned.chunks())
+            left = self._updating.run_now(planned)
+            # From here on nothing can be undone.
+            before = None
+            written = self._updating.hide(left, self._schedule.forward_order())
+            for update in planned:
+                update.count()
+            self._num_steps += 1
+            if commits is not None:
+                commits.begin(self._num_steps, state, written)
         except BaseException as error:
             self._end_half_way(error, before)
             raise
-        accelerator = self._parts.accelerator
-        copied = accelerator.record(accelerator.copy_in)
-        self._parts.waits.order(Wait.STATE_COPY, accelerator.compute, copied)
-        planned.finished()
-        self._num_steps += 1
-        if commits is not None:
-            commits.begin(self._num_steps, state)
+        self._updating.step_is_over()
         self._make_report()
 
     def _slots_before(self) -> SlotState | None:
@@ -282,7 +302,6 @@ class Run:
     def _end_half_way(self, error: BaseException, before: SlotState | None) -> None:
         """An update failed: with two slots nothing has happened, else some chunks are a step ahead of others."""
         if before is not None and self._resources.nvme is not None:
-            self._stream.settle()
             self._resources.nvme.slots.restore(before)
             return
         self._failure = error
@@ -300,21 +319,26 @@ class Run:
                 f"the total norm of order {norm_type} is {norm}, so gradients cannot be clipped; pass"
                 " error_if_nonfinite=False to go on regardless"
             )
-        scale(chosen, clip_factor(norm, max_norm))
+        factor = clip_factor(norm, max_norm)
+        scale(chosen, factor)
+        self._updating.gradients_are_clipped(factor, max_norm if norm_type == 2.0 else math.inf)
         return result
 
     def unscale_gradients(self, params: Iterable[torch.Tensor], factor: float) -> bool:
         """See `OptimizerRun`."""
         chosen, norm = self._norm_of(params, norm_type=2.0)
         scale(chosen, factor)
+        self._updating.gradients_are_unscaled(factor)
         return math.isfinite(norm)
 
     def skip_step(self) -> None:
         """See `OptimizerRun`."""
+        self._updating.step_is_over(was_skipped=True)
         self._make_report()
 
     def discard_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """See `OptimizerRun`."""
+        self.backwards.discarded()
         for param in params:
             residence = residence_of(param)
             if residence is not None:
@@ -346,6 +370,11 @@ class Run:
         if self._is_closed:
             return
         self._is_closed = True
+        has_told, failure = self._updates.has_told, None
+        try:
+            self._updates.finish()
+        except ZeroOffloadError as error:
+            failure = None if has_told else error
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -355,7 +384,14 @@ class Run:
             forget(unit)
             for param in unit.parameters():
                 param.grad = None
-        self._release()
+        try:
+            self._release()
+        except ZeroOffloadError as error:
+            # The step of a hidden update that failed cannot be committed; that is told once.
+            if not has_told or error is not self._updates.failure:
+                raise
+        if failure is not None:
+            raise failure
 
     @property
     def expects_more_backwards(self) -> bool:
@@ -422,6 +458,11 @@ class Run:
     def _check_alive(self) -> None:
         if self._is_closed:
             raise ConfigError("the run was ended by zo.close(model): its states are gone")
+        if self._failure is None and self._updates.failure is not None:
+            self._failure = self._updates.failure
+            if not self._updates.has_told:
+                self._updates.has_told = True
+                raise self._failure
         if self._failure is not None:
             raise ConfigError(
                 f"the run cannot go on: an update ended half-way ({type(self._failure).__name__}: {self._failure});"
@@ -431,13 +472,14 @@ class Run:
     def _make_report(self) -> None:
         now = time.perf_counter()
         recorder = self._parts.recorder
-        moved, waits, work = recorder.take() if isinstance(recorder, CountingRecorder) else ({}, {}, {})
+        counts = recorder.take() if isinstance(recorder, CountingRecorder) else Counts()
         self._report = StepReport(
             step=self._num_steps,
             seconds=now - self._step_began,
-            bytes_moved=moved,
-            waits=waits,
-            work=work,
+            bytes_moved=counts.bytes_moved,
+            waits=counts.waits,
+            work=counts.work,
+            hidden_work=counts.hidden_work,
             tiers=self._resources.usage(),
             baseline_bytes=self._baseline_bytes,
             process_peak_bytes=process_peak_bytes(),

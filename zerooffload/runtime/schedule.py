@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +15,28 @@ from zerooffload.sharding.state import Phase
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
 
 
+@dataclass(frozen=True)
+class Owner:
+    """Who is told of the moments of a step.
+
+    Attributes
+    ----------
+    check : callable
+        Raises if the run can no longer be used.
+    training_begins : callable
+        A forward of the whole model begins that may be trained on.
+    backward_begins : callable
+        The first gradient of a backward is there; given the units in the order of the next training forward.
+    backward_ended : callable
+        All gradients of a backward are on their way, or it raised.
+    """
+
+    check: Callable[[], None]
+    training_begins: Callable[[], None]
+    backward_begins: Callable[[Sequence[Unit]], None]
+    backward_ended: Callable[[], None]
+
+
 class Schedule:
     """The moments of a run's hook points; see `Moments`.
 
@@ -21,10 +44,6 @@ class Schedule:
     ----------
     points : Sequence[HookPoint]
         In the order of the model, the root last.
-    check : callable
-        Raises if the run can no longer be used.
-    training_begins : callable
-        Told when a forward of the whole model begins that may be trained on.
     """
 
     def __init__(
@@ -32,29 +51,27 @@ class Schedule:
         points: Sequence[HookPoint],
         residency: Residency,
         gradients: GradientPath,
-        check: Callable[[], None],
-        training_begins: Callable[[], None],
+        owner: Owner,
     ) -> None:
         self._points = {point.name: point for point in points}
         self._root = points[-1]
         self._residency = residency
         self._gradients = gradients
-        self._check = check
-        self._training_begins = training_begins
+        self._owner = owner
         self._order = AccessOrder([point.name for point in points])
         self._backward_is_open = False
         self._awaited: dict[int, int] = {}
 
     def pre_forward(self, point: HookPoint) -> None:
         """Make the point's units full and fetch ahead."""
-        self._check()
+        self._owner.check()
         nested_in_backward = in_backward()
         if not nested_in_backward:
             self.recover()
             if point is self._root:
                 self._forget_interrupted_forward()
                 if torch.is_grad_enabled():
-                    self._training_begins()
+                    self._owner.training_begins()
             if point is self._root or self._order.current is None:
                 self._order.begin(Pass.TRAIN_FORWARD if torch.is_grad_enabled() else Pass.EVALUATION)
         point.num_forward_calls += 1
@@ -76,7 +93,7 @@ class Schedule:
 
     def pre_backward(self, point: HookPoint) -> None:
         """Make the point's units full, and their gradients fit to be accumulated into."""
-        self._check()
+        self._owner.check()
         self._open_backward()
         point.num_backward_calls += 1
         if point.phase.current is not Phase.PRE_BACKWARD:
@@ -113,6 +130,14 @@ class Schedule:
         self._gradients.end_backward()
         self._close_backward()
         self._order.end()
+        self._owner.backward_ended()
+
+    def forward_order(self) -> list[Unit]:
+        """The units in the order of their first use in the training forward that is expected."""
+        names = self._order.of(Pass.TRAIN_FORWARD)
+        units = dict.fromkeys(unit for name in names for unit in self._points[name].units)
+        others = (unit for point in self._points.values() for unit in point.units)
+        return [*units, *(unit for unit in dict.fromkeys(others) if unit not in units)]
 
     def _use(self, point: HookPoint) -> None:
         self._order.use(point.name)
@@ -130,6 +155,7 @@ class Schedule:
         self._backward_is_open = True
         self._order.begin(Pass.BACKWARD)
         at_end_of_backward(self.end_backward)
+        self._owner.backward_begins(self.forward_order())
 
     def _close_backward(self) -> None:
         self._backward_is_open = False
@@ -153,6 +179,7 @@ class Schedule:
         if self._backward_is_open:
             self._close_backward()
             self._gradients.abandon_backward()
+            self._owner.backward_ended()
         self._gradients.check_whole()
 
     def _forget_interrupted_forward(self) -> None:

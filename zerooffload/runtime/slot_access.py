@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from zerooffload.runtime.resources import Parts
+from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.unit import UnitFlat
 from zerooffload.telemetry import Wait, Waitable
@@ -23,12 +24,17 @@ class SlotAccess:
     ----------
     wait_for_room : callable
         Sees to it that a slot of the ring is free.
+    updates : UpdateQueue
+        Nothing of it is under way while a record is in use here.
     """
 
-    def __init__(self, ring: StagingRing, parts: Parts, wait_for_room: Callable[[], None]) -> None:
+    def __init__(
+        self, ring: StagingRing, parts: Parts, wait_for_room: Callable[[], None], updates: UpdateQueue
+    ) -> None:
         self._ring = ring
         self._parts = parts
         self._wait_for_room = wait_for_room
+        self._updates = updates
 
     def read(self, part: UnitFlat, block: Block, index: int) -> dict[str, torch.Tensor]:
         """The piece of a parameter's record that is this rank's: host tensors, 1D."""
@@ -55,6 +61,9 @@ class SlotAccess:
     @contextmanager
     def record(self, block: Block, chunk: int, *, update: bool) -> Iterator[dict[str, torch.Tensor]]:
         """The parts of a chunk in host memory; with `update`, what is changed in them goes home."""
+        if update:
+            self._updates.drop_ahead()
+        self._updates.wait_idle()
         record = block.view(Space.HOST, chunk)
         if record is not None:
             yield block.layout.split(chunk, record)

@@ -61,14 +61,18 @@ class Tracking:
         if all(known() is not optimizer for known in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that are alive."""
+        return [optimizer for known in self._optimizers if (optimizer := known()) is not None]
+
     def at_step(self) -> dict[str, Any]:
         """What is taken when `step()` is called: a JSON value."""
         return {"objects": self._states(is_schedule=False), "random": self._random_states()}
 
     def at_forward(self) -> dict[str, Any]:
         """What is taken when the next training forward begins: a JSON value."""
-        alive = [optimizer for known in self._optimizers if (optimizer := known()) is not None]
-        return {"schedules": self._states(is_schedule=True), "optimizers": [_settings(item) for item in alive]}
+        settings = [_settings(optimizer) for optimizer in self.optimizers()]
+        return {"schedules": self._states(is_schedule=True), "optimizers": settings}
 
     def random_at_forward(self) -> dict[str, Any]:
         """Random states at that moment: a JSON value."""

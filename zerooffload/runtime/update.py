@@ -1,8 +1,9 @@
-"""The optimizer step of a run: which spans of which chunks are updated with what."""
+"""The optimizer step of a flat: which spans of which chunks are updated with what."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from zerooffload.errors import ConfigError
 from zerooffload.optim.optimizer import ScalarsOf
@@ -11,40 +12,95 @@ from zerooffload.optim.spans import cut, make_spans
 from zerooffload.optim.stream import ChunkUpdate
 from zerooffload.sharding.placeholders import OffloadedGradient
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
+from zerooffload.telemetry import Waitable
+from zerooffload.tiers import Block
 
 
-class PlannedUpdate:
-    """One step over all units: decided here, run by `optim.stream.StreamedUpdate`, then counted by `finished`.
+@dataclass(frozen=True, eq=False)
+class FlatUpdate:
+    """What one step does to a flat.
 
-    Parameters
+    Attributes
     ----------
-    backwards : bool
-        Go through units and chunks from the last to the first.
+    scalars : tuple
+        For each parameter, what it is updated with; None if it is not.
     """
 
-    def __init__(self, units: Sequence[Unit], scalars_of: ScalarsOf, *, backwards: bool = False) -> None:
-        self._backwards = backwards
-        self._flats = [
-            (part, training, _scalars(part, training, scalars_of))
-            for unit in units
-            for part, training in trainable(unit)
-        ]
+    part: UnitFlat
+    training: TrainingStates
+    scalars: tuple[StepScalars | None, ...]
 
-    def chunks(self) -> Iterator[ChunkUpdate]:
-        """Every chunk that has something to update, in the order of the units."""
-        for part, training, scalars in reversed(self._flats) if self._backwards else self._flats:
-            yield from _chunk_updates(part, training, scalars, backwards=self._backwards)
+    @property
+    def is_empty(self) -> bool:
+        """Whether it changes nothing."""
+        return not any(self.scalars)
 
-    def finished(self) -> None:
-        """The values are new: count the steps, and make graphs from before stale."""
-        for part, training, scalars in self._flats:
-            for index, scalar in enumerate(scalars):
-                training.steps[index] += scalar is not None
-            if any(scalars):
-                part.flat.values_changed()
+    @property
+    def blocks(self) -> tuple[Block, Block]:
+        """The homes of what it changes."""
+        return self.part.home, self.training.optimizer
+
+    @property
+    def needs_device(self) -> bool:
+        """Whether it takes the device's queues, and so the thread that trains."""
+        return any(block.needs_device for block in (*self.blocks, self.training.gradient))
+
+    def chunks(
+        self,
+        *,
+        backwards: bool = False,
+        ahead: bool = False,
+        gradient_written: Callable[[int], Waitable | None] = lambda _: None,
+    ) -> Iterator[ChunkUpdate]:
+        """Every chunk that has something to update.
+
+        Parameters
+        ----------
+        gradient_written : callable
+            Tells, of a chunk, what must be over before its gradient can be read.
+        """
+        part, training = self.part, self.training
+        spans = make_spans(part.flat.layout.slots, self.scalars)
+        chunks = range(part.home.layout.num_chunks)
+        for chunk in reversed(chunks) if backwards else chunks:
+            start, stop = part.chunk_span(chunk)
+            in_chunk = cut(spans, start, stop)
+            if in_chunk:
+                yield ChunkUpdate(
+                    part.home,
+                    training.optimizer,
+                    training.gradient,
+                    chunk,
+                    start,
+                    in_chunk,
+                    ahead=ahead,
+                    gradient_written=gradient_written(chunk),
+                )
+
+    def count(self) -> None:
+        """The step is decided: count it, and make graphs from before stale."""
+        for index, scalar in enumerate(self.scalars):
+            self.training.steps[index] += scalar is not None
+        self.part.flat.values_changed()
 
 
-def _scalars(part: UnitFlat, training: TrainingStates, scalars_of: ScalarsOf) -> list[StepScalars | None]:
+def plan_update(units: Sequence[Unit], scalars_of: ScalarsOf) -> list[FlatUpdate]:
+    """One step over all units, in their order; flats that it leaves alone are left out.
+
+    Raises
+    ------
+    ConfigError
+        If a gradient was replaced by a tensor of the user's. Of parameters without one, the flags are cleared.
+    """
+    planned = [
+        FlatUpdate(part, training, _scalars(part, training, scalars_of))
+        for unit in units
+        for part, training in trainable(unit)
+    ]
+    return [update for update in planned if not update.is_empty]
+
+
+def _scalars(part: UnitFlat, training: TrainingStates, scalars_of: ScalarsOf) -> tuple[StepScalars | None, ...]:
     scalars: list[StepScalars | None] = []
     for index, (slot, param) in enumerate(zip(part.flat.layout.slots, part.flat.params, strict=True)):
         if param.grad is None:
@@ -56,16 +112,4 @@ def _scalars(part: UnitFlat, training: TrainingStates, scalars_of: ScalarsOf) ->
             )
         held = training.held[index]
         scalars.append(scalars_of(param, training.steps[index] + 1, training.grad_factors[index]) if held else None)
-    return scalars
-
-
-def _chunk_updates(
-    part: UnitFlat, training: TrainingStates, scalars: Sequence[StepScalars | None], *, backwards: bool
-) -> Iterator[ChunkUpdate]:
-    spans = make_spans(part.flat.layout.slots, scalars)
-    chunks = range(part.home.layout.num_chunks)
-    for chunk in reversed(chunks) if backwards else chunks:
-        start, stop = part.chunk_span(chunk)
-        in_chunk = cut(spans, start, stop)
-        if in_chunk:
-            yield ChunkUpdate(part.home, training.optimizer, training.gradient, chunk, start, in_chunk)
+    return tuple(scalars)

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -42,6 +43,11 @@ class Recorder:
         """The training thread did work of ours."""
 
     @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """What the calling thread does inside is hidden behind the thread that trains."""
+        yield
+
+    @contextmanager
     def working(self, work: Work) -> Iterator[None]:
         """Time a block as `work`."""
         begin = time.perf_counter()
@@ -49,6 +55,25 @@ class Recorder:
             yield
         finally:
             self.worked(work, time.perf_counter() - begin)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a recorder has counted.
+
+    Attributes
+    ----------
+    bytes_moved : dict[str, int]
+        By link.
+    waits, work, hidden_work : dict[str, float]
+        Seconds: in which the thread that trains waited, by cause; in which it did work of ours, by kind; and in which
+        others did.
+    """
+
+    bytes_moved: dict[str, int] = field(default_factory=dict)
+    waits: dict[str, float] = field(default_factory=dict)
+    work: dict[str, float] = field(default_factory=dict)
+    hidden_work: dict[str, float] = field(default_factory=dict)
 
 
 class CountingRecorder(Recorder):
@@ -59,6 +84,17 @@ class CountingRecorder(Recorder):
         self._bytes: Counter[str] = Counter()
         self._waits: dict[str, float] = {}
         self._work: dict[str, float] = {}
+        self._hidden: dict[str, float] = {}
+        self._background: set[int] = set()
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Its waits stop nobody, and its work is counted apart."""
+        self._background.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._background.discard(threading.get_ident())
 
     def moved(self, link: Link, nbytes: int) -> None:
         """Add to the link's bytes."""
@@ -67,17 +103,21 @@ class CountingRecorder(Recorder):
 
     def waited(self, cause: str, seconds: float) -> None:
         """Add to the cause's seconds."""
+        if threading.get_ident() in self._background:
+            return
         with self._lock:
             self._waits[cause] = self._waits.get(cause, 0.0) + seconds
 
     def worked(self, work: Work, seconds: float) -> None:
         """Add to the work's seconds."""
         with self._lock:
-            self._work[work.value] = self._work.get(work.value, 0.0) + seconds
+            seconds_of = self._hidden if threading.get_ident() in self._background else self._work
+            seconds_of[work.value] = seconds_of.get(work.value, 0.0) + seconds
 
-    def take(self) -> tuple[dict[str, int], dict[str, float], dict[str, float]]:
-        """Bytes by link, seconds waited by cause, seconds worked by kind since the last call."""
+    def take(self) -> Counts:
+        """All since the last call."""
         with self._lock:
-            taken = ({link.value: self._bytes[link.value] for link in Link}, self._waits, self._work)
-            self._bytes, self._waits, self._work = Counter(), {}, {}
+            bytes_moved = {link.value: self._bytes[link.value] for link in Link}
+            taken = Counts(bytes_moved, self._waits, self._work, self._hidden)
+            self._bytes, self._waits, self._work, self._hidden = Counter(), {}, {}, {}
         return taken

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,8 @@ class StepReport:
     waits, work : Mapping[str, float]
         Seconds in which the training thread stood waiting, by cause, and did work of ours, by kind. The rest of
         `seconds` is the model's own compute and the user's loop.
+    hidden_work : Mapping[str, float]
+        Seconds of work of ours on threads beside the training thread, by kind.
     tiers : tuple[TierUsage, ...]
         device, host and nvme.
     baseline_bytes, process_peak_bytes : int
@@ -55,6 +57,7 @@ class StepReport:
     bytes_moved: Mapping[str, int]
     waits: Mapping[str, float]
     work: Mapping[str, float]
+    hidden_work: Mapping[str, float] = field(default_factory=dict)
     tiers: tuple[TierUsage, ...]
     baseline_bytes: int
     process_peak_bytes: int

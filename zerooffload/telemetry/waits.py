@@ -41,6 +41,8 @@ class Wait(StrEnum):
     """The update or compute, until a chunk's copy between host and device is done."""
     STATE_WRITE = "state write"
     """Whoever reads an updated state, until it has reached its home."""
+    UPDATE = "update"
+    """Whoever uses a unit, until its hidden update is done."""
     COMMIT = "commit"
     """Whoever writes to a slot again, until the step before is committed on every rank."""
 

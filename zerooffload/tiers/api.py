@@ -7,6 +7,10 @@
    is enough. Without one, `read` brings the record to host memory and `write` takes it home; the bytes in flight belong
    to the returned `Waitable`.
 5. `close` gives everything back.
+
+[Note: ahead]
+A record that has a second place can be written *ahead*: the new content lies beside the old, which stays the record
+until `take_ahead`. So an update can be made before it is known whether it is the one that is wanted.
 """
 
 from __future__ import annotations
@@ -45,10 +49,16 @@ class Block(Protocol):
     ----------
     mirror : Block or None
         A copy on files that must follow every change of a record.
+    num_places : int
+        Of each record; see [Note: ahead].
+    needs_device : bool
+        Whether `read` and `write` take the device's copy queues, which only the thread that trains gives work to.
     """
 
     layout: RecordLayout
     mirror: Block | None
+    num_places: int
+    needs_device: bool
 
     def view(self, space: Space, chunk: int) -> torch.Tensor | None:
         """The record in place, uint8 `[record_nbytes]`, or None where `space` cannot address it."""
@@ -67,6 +77,24 @@ class Block(Protocol):
 
     def initialize(self, chunk: int, source: torch.Tensor) -> Waitable:
         """The first `write` of a record, before training."""
+
+    def may_write_ahead(self, chunk: int) -> bool:
+        """Whether the record has a second place, free to be written to; see [Note: ahead].
+
+        Raises
+        ------
+        TierIOError, RankError
+            If what the place holds could not be committed.
+        """
+
+    def write_ahead(self, chunk: int, source: torch.Tensor) -> Waitable:
+        """Start a `write` to the second place."""
+
+    def take_ahead(self, chunk: int) -> None:
+        """What was written ahead is the record from now on."""
+
+    def drop_ahead(self, chunk: int) -> None:
+        """What was written ahead, or may have been, does not count."""
 
 
 class Tier(Protocol):

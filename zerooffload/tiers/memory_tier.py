@@ -8,6 +8,7 @@ import torch
 
 from zerooffload.accelerator import Accelerator, host_buffer_nbytes
 from zerooffload.config import TierName
+from zerooffload.errors import InternalError
 from zerooffload.memory import Budget, Lease
 from zerooffload.telemetry import Wait, Waitable
 from zerooffload.tiers.api import Block, Kept, Space
@@ -19,11 +20,13 @@ class MemoryBlock:
     """Records in memory; see `Block`."""
 
     mirror: Block | None = None
+    num_places = 1
 
     def __init__(
         self, layout: RecordLayout, memory: torch.Tensor, spaces: frozenset[Space], transfers: Transfers
     ) -> None:
         self.layout = layout
+        self.needs_device = Space.HOST not in spaces
         self._memory = memory
         self._spaces = spaces
         self._transfers = transfers
@@ -53,6 +56,20 @@ class MemoryBlock:
     def initialize(self, chunk: int, source: torch.Tensor) -> Waitable:
         """A write like any other."""
         return self.write(chunk, source)
+
+    def may_write_ahead(self, chunk: int) -> bool:  # noqa: ARG002 - the protocol's
+        """There is one place."""
+        return False
+
+    def write_ahead(self, chunk: int, source: torch.Tensor) -> Waitable:  # noqa: ARG002
+        """Never asked for."""
+        raise InternalError("memory has no second place")
+
+    def take_ahead(self, chunk: int) -> None:
+        """Never asked for."""
+
+    def drop_ahead(self, chunk: int) -> None:
+        """Never asked for."""
 
     def _record(self, chunk: int) -> torch.Tensor:
         offset = self.layout.record_offset(chunk)

@@ -17,9 +17,12 @@ class MirroredBlock:
         The copy. Who changes a record of this block writes it there too.
     """
 
+    num_places = 1
+
     def __init__(self, home: Block, mirror: Block) -> None:
         self.layout = home.layout
         self.mirror: Block | None = mirror
+        self.needs_device = home.needs_device
         self._home = home
 
     def view(self, space: Space, chunk: int) -> torch.Tensor | None:
@@ -45,3 +48,17 @@ class MirroredBlock:
     def initialize(self, chunk: int, source: torch.Tensor) -> Waitable:
         """To the home."""
         return self._home.initialize(chunk, source)
+
+    def may_write_ahead(self, chunk: int) -> bool:  # noqa: ARG002 - the protocol's
+        """The home is changed in place."""
+        return False
+
+    def write_ahead(self, chunk: int, source: torch.Tensor) -> Waitable:
+        """Never asked for."""
+        return self._home.write_ahead(chunk, source)
+
+    def take_ahead(self, chunk: int) -> None:
+        """Never asked for."""
+
+    def drop_ahead(self, chunk: int) -> None:
+        """Never asked for."""

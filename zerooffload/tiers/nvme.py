@@ -108,11 +108,13 @@ class NvmeBlock:
     """
 
     mirror: Block | None = None
+    needs_device = False
 
     def __init__(self, layout: RecordLayout, places: list[ChunkPlace], first_index: int | None, tier: NvmeTier) -> None:
         self.layout = layout
         self.places = places
         self.first_index = first_index
+        self.num_places = min((len(place.offsets) for place in places), default=1)
         self._tier = tier
         self._versions = [0] * layout.num_chunks
 
@@ -152,6 +154,31 @@ class NvmeBlock:
         if self.first_index is not None:
             self._tier.slots.wrote(self.first_index + chunk, 0, checksum(source))
         return _All(tickets)
+
+    def may_write_ahead(self, chunk: int) -> bool:
+        """If it is kept in two slots, and the newest is the committed one."""
+        return self.first_index is not None and self._tier.slots.may_write_ahead(self.first_index + chunk)
+
+    def write_ahead(self, chunk: int, source: torch.Tensor) -> Waitable:
+        """To the slot that no step names."""
+        if self.first_index is None:
+            raise InternalError("a record in one place was to be written ahead")
+        slots, index = self._tier.slots, self.first_index + chunk
+        slot = slots.begin_write(index)
+        ticket = self._write(chunk, slot, source)
+        slots.wrote_ahead(index, slot, checksum(source))
+        return ticket
+
+    def take_ahead(self, chunk: int) -> None:
+        """Let its slot be the newest."""
+        if self.first_index is not None:
+            self._tier.slots.take_ahead(self.first_index + chunk)
+
+    def drop_ahead(self, chunk: int) -> None:
+        """Forget its slot; who still has that content has not the record's."""
+        if self.first_index is not None:
+            self._versions[chunk] += 1
+            self._tier.slots.drop_ahead(self.first_index + chunk)
 
     def _read(self, chunk: int, target: torch.Tensor, *, check: bool) -> Waitable:
         place, slot, expected = self.places[chunk], 0, None

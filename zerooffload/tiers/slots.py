@@ -24,7 +24,7 @@ class SlotState:
 
 
 class SlotTable:
-    """The slots of all kept chunks of a rank. Only the thread that trains writes chunks.
+    """The slots of all kept chunks of a rank. One thread at a time writes to a chunk.
 
     Attributes
     ----------
@@ -39,6 +39,7 @@ class SlotTable:
         self._current: list[int] = []
         self._checksums: list[int] = []
         self._committed: list[int] = []
+        self._ahead: dict[int, tuple[int, int]] = {}
         self._lost: dict[int, Exception] = {}
 
     def __len__(self) -> int:
@@ -72,6 +73,25 @@ class SlotTable:
         self._current[index] = slot
         self._checksums[index] = checksum
         self._lost.pop(index, None)
+
+    def may_write_ahead(self, index: int) -> bool:
+        """Whether a chunk has a slot whose content nobody needs, once the step before is committed."""
+        if self._num_slots[index] < 2:
+            return False
+        self.make_room()
+        return self._current[index] == self._committed[index] and index not in self._lost
+
+    def wrote_ahead(self, index: int, slot: int, checksum: int) -> None:
+        """In this slot is what may become a chunk's newest content."""
+        self._ahead[index] = slot, checksum
+
+    def take_ahead(self, index: int) -> None:
+        """It becomes the newest."""
+        self.wrote(index, *self._ahead.pop(index))
+
+    def drop_ahead(self, index: int) -> None:
+        """It does not; harmless if there is none."""
+        self._ahead.pop(index, None)
 
     def lost(self, index: int, error: Exception) -> None:
         """The write of a chunk's newest content failed, so nobody knows what is there."""

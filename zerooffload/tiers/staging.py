@@ -9,12 +9,14 @@ nothing is freed under an operation in flight.
 A record that was written home is still in its slot until the slot is taken for another. Host memory that the budget has
 left makes the ring longer, so that more of them stay: who asks for a slot by the same key gets it back, and need not
 read what the slot still holds. Writes go through at once, so the cache saves reads alone. Slots that hold nothing are
-given out first, then new ones while there may be more, then those released longest ago. Memory for further slots is
-taken when they are first needed, and given up when somebody else needs the budget.
+given out first, then new ones while there may be more, then those released longest ago (but see `goes_round`). Memory
+for further slots is taken when they are first needed, and given up when somebody else needs the budget.
 """
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Hashable, Iterable
 
 import torch
@@ -81,6 +83,9 @@ class StagingRing:
 
     Attributes
     ----------
+    goes_round : bool
+        Records are asked for in the same order again and again, not there and back. The slot released longest ago holds
+        what is asked for next then, so the cached ones are passed over.
     buffers : list[torch.Tensor]
         The memory of the slots that work needs; it stays where it is until the ring is closed.
     """
@@ -95,11 +100,14 @@ class StagingRing:
         *,
         num_cached: int = 0,
     ) -> None:
+        self.goes_round = False
         self.num_working = num_slots if slot_nbytes else 0
         self.num_slots = self.num_working + (num_cached if slot_nbytes else 0)
         self._slot_nbytes = slot_nbytes
         self._accelerator = accelerator
         self._leases: list[Lease] = [budget.lease(ring_nbytes(num_slots, slot_nbytes), holder)]
+        # For who asks for memory while another thread stages. Reentrant: garbage collection may release a lease.
+        self._lock = threading.RLock()
         # By order of release; the slots of a key can be found.
         self._empty: dict[StagingSlot, None] = {}
         self._full: dict[Hashable, StagingSlot] = {}
@@ -127,34 +135,44 @@ class StagingRing:
 
         The caller sees to it that one is free.
         """
-        slot = self._full.get(key) if key is not None else None
-        keeps = slot is not None
-        if slot is None and not self._empty and self._num_unmade:
-            self._make_slot()
-        slot = slot or next(iter(self._empty), None) or next(iter(self._full.values()), None)
-        if slot is None:
-            raise InternalError("no staging slot is free: one was taken twice or never released")
+        with self._lock:
+            slot = self._full.pop(key, None) if key is not None else None
+            keeps = slot is not None
+            if slot is None and not self._empty and self._num_unmade:
+                self._make_slot()
+            slot = slot or self._take_free()
         try:
             wait_for_all(waits, Wait.STAGING_REUSE, slot.leaving)
         except BaseException:
-            self._forget(slot)
+            # What a transfer that failed was to bring or take is not there.
+            slot.reset()
+            self._empty[slot] = None
             raise
-        if slot.key is None:
-            del self._empty[slot]
-        else:
-            del self._full[slot.key]
         slot.reset(keeps=keeps)
         slot.key = key
         return slot
 
+    def _take_free(self) -> StagingSlot:
+        """An empty slot, or the full one that goes first; see [Note: the ring is the host's cache]."""
+        slot = next(iter(self._empty), None)
+        if slot is not None:
+            del self._empty[slot]
+            return slot
+        if not self._full:
+            raise InternalError("no staging slot is free: one was taken twice or never released")
+        num_cached = self.num_slots - self.num_working
+        first = min(num_cached, len(self._full) - 1) if self.goes_round else 0
+        return self._full.pop(next(itertools.islice(self._full, first, None)))
+
     def release(self, slot: StagingSlot, leaving: Iterable[Waitable] = (), *, keeps: bool = False) -> None:
         """Give a slot back while `leaving` still uses it; with `keeps` its records can be had again by its key."""
         slot.leaving = list(leaving)
-        if keeps and slot.key is not None:
-            self._full[slot.key] = slot
-        else:
-            slot.key = None
-            self._empty[slot] = None
+        with self._lock:
+            if keeps and slot.key is not None:
+                self._full[slot.key] = slot
+            else:
+                slot.key = None
+                self._empty[slot] = None
 
     def drain(self, waits: Waits) -> None:
         """Wait until nothing is in flight from or to a free slot."""
@@ -168,10 +186,11 @@ class StagingRing:
 
     def forget(self) -> None:
         """No slot holds a record any more that could be had again."""
-        for slot in list(self._full.values()):
-            self._full.pop(slot.key)
-            slot.key = None
-            self._empty[slot] = None
+        with self._lock:
+            for slot in list(self._full.values()):
+                self._full.pop(slot.key)
+                slot.key = None
+                self._empty[slot] = None
 
     def close(self) -> None:
         """Give the memory back; again is harmless."""
@@ -190,14 +209,15 @@ class StagingRing:
 
     def _give_up(self, nbytes: int) -> None:
         """Shrink the cache by so many bytes, as far as it can."""
-        wanted = min(-(-nbytes // self._slot_nbytes), self.num_slots - self.num_working)
-        for slot in [slot for slot in self._full.values() if all(item.done() for item in slot.leaving)]:
-            if self._num_unmade >= wanted or self._num_made <= self.num_working:
-                break
-            del self._full[slot.key]
-            self._num_made -= 1
-        given = min(wanted, self._num_unmade)
-        self.num_slots -= given
+        with self._lock:
+            wanted = min(-(-nbytes // self._slot_nbytes), self.num_slots - self.num_working)
+            for slot in [slot for slot in self._full.values() if all(item.done() for item in slot.leaving)]:
+                if self._num_unmade >= wanted or self._num_made <= self.num_working:
+                    break
+                del self._full[slot.key]
+                self._num_made -= 1
+            given = min(wanted, self._num_unmade)
+            self.num_slots -= given
         self._leases[-1].shrink(ring_nbytes(given, self._slot_nbytes))
 
     def _forget(self, slot: StagingSlot) -> None:

@@ -12,6 +12,7 @@ import pytest
 from zerooffload import RankError, TierIOError
 from zerooffload.journal import StepRecord
 from zerooffload.runtime.commits import FAILED, Commits
+from zerooffload.runtime.update_queue import Jobs
 from zerooffload.telemetry import Waits
 from zerooffload.telemetry.recorder import CountingRecorder
 from zerooffload.tiers import SlotTable
@@ -64,7 +65,7 @@ class Loop:
         self.commits.settle()
         for chunk in chunks:
             self.slots.wrote(chunk, self.slots.begin_write(chunk), number)
-        self.commits.begin(number, {"at step": number})
+        self.commits.begin(number, {"at step": number}, Jobs([]))
 
 
 @pytest.fixture(params=[False, True], ids=["when settled", "in background"])
@@ -171,7 +172,7 @@ def test_another_rank_failed(loop: Loop) -> None:
 def test_a_record_that_cannot_be_written_is_told_to_the_others_and_to_whoever_waits(loop: Loop) -> None:
     loop.step(1, 0)
     loop.seen.failure = TierIOError("write", "record", 5)
-    for call in (loop.commits.settle, lambda: loop.commits.begin(2, {}), lambda: loop.slots.begin_write(0)):
+    for call in (loop.commits.settle, lambda: loop.commits.begin(2, {}, Jobs([])), lambda: loop.slots.begin_write(0)):
         with pytest.raises(TierIOError, match="record"):
             call()
     assert loop.seen.calls == ["flush", ("least", FAILED)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from zerooffload import BudgetError, ConfigError, InternalError, TierIOError
 from zerooffload.accelerator.cpu import CpuAccelerator
 from zerooffload.runtime.residency import Residency, choose_victims
+from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.collectives import SingleRank
 from zerooffload.sharding.state import ShardState
 from zerooffload.sharding.unit import Unit
+from zerooffload.telemetry import Recorder, Waits
 
 
 class FakeRange:
@@ -48,9 +51,15 @@ class FakeFlat:
         self.shown = "away"
 
 
+@dataclass(eq=False)
+class FakePart:
+    range: FakeRange | None
+    flat: FakeFlat
+
+
 def make_unit(name: str, nbytes: int) -> Any:
     """A unit that takes `nbytes` while full; 0 for one whose home the device can use."""
-    part = SimpleNamespace(range=FakeRange(nbytes) if nbytes else None, flat=FakeFlat(nbytes))
+    part = FakePart(FakeRange(nbytes) if nbytes else None, FakeFlat(nbytes))
     return Unit(name, [part])  # type: ignore[list-item]
 
 
@@ -84,7 +93,8 @@ def fetcher() -> FakeFetcher:
 @pytest.fixture
 def residency(fetcher: FakeFetcher) -> Residency:
     """A window of 30 bytes."""
-    return Residency(30, fetcher, SingleRank(), CpuAccelerator())  # type: ignore[arg-type]
+    updates = UpdateQueue(None, Waits(Recorder()))  # type: ignore[arg-type] - nothing is updated here
+    return Residency(30, fetcher, SingleRank(), CpuAccelerator(), updates)  # type: ignore[arg-type]
 
 
 @pytest.fixture

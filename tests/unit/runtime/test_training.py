@@ -30,7 +30,7 @@ def gradients_equal(model: nn.Module, plain: nn.Module) -> bool:
 
 
 def test_the_report_tells_what_a_step_moved(offload: Offload, make_net: MakeNet, tokens: torch.Tensor) -> None:
-    model = offload(make_net(), "nvme")
+    model = offload(make_net(), "nvme", update="after_backward")
     optimizer = zo.AdamW(model.parameters())
     with pytest.raises(zo.ConfigError, match="nothing to report"):
         zo.step_report(model)

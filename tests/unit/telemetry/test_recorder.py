@@ -7,7 +7,7 @@ import pytest
 
 from zerooffload.telemetry import Link, Recorder, StepReport, Work, process_peak_bytes, process_resident_bytes
 from zerooffload.telemetry import process_memory as module
-from zerooffload.telemetry.recorder import CountingRecorder
+from zerooffload.telemetry.recorder import CountingRecorder, Counts
 
 
 def test_counts_are_taken_once() -> None:
@@ -17,20 +17,36 @@ def test_counts_are_taken_once() -> None:
     recorder.waited("parameter read", 0.5)
     recorder.waited("parameter read", 0.25)
     recorder.worked(Work.UPDATE_KERNEL, 2.0)
-    moved, waits, work = recorder.take()
-    assert moved.pop("nvme_read") == 11
-    assert set(moved) == {link.value for link in Link} - {"nvme_read"}
-    assert set(moved.values()) == {0}
-    assert waits == {"parameter read": 0.75}
-    assert work == {"update kernel": 2.0}
-    assert recorder.take() == ({link.value: 0 for link in Link}, {}, {})
+    counts = recorder.take()
+    assert counts.bytes_moved.pop("nvme_read") == 11
+    assert set(counts.bytes_moved) == {link.value for link in Link} - {"nvme_read"}
+    assert set(counts.bytes_moved.values()) == {0}
+    assert counts.waits == {"parameter read": 0.75}
+    assert counts.work == {"update kernel": 2.0}
+    assert recorder.take() == Counts({link.value: 0 for link in Link})
+
+
+def test_work_behind_the_training_thread_is_counted_apart() -> None:
+    recorder = CountingRecorder()
+
+    def work() -> None:
+        with recorder.in_background():
+            recorder.worked(Work.UPDATE_KERNEL, 2.0)
+            recorder.waited("state read", 1.0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    recorder.worked(Work.GRADIENT_NORM, 0.5)
+    counts = recorder.take()
+    assert (counts.work, counts.hidden_work, counts.waits) == ({"gradient norm": 0.5}, {"update kernel": 2.0}, {})
 
 
 def test_work_is_timed_also_when_it_raises() -> None:
     recorder = CountingRecorder()
     with pytest.raises(ZeroDivisionError), recorder.working(Work.GRADIENT_NORM):
         _ = 1 / 0
-    assert list(recorder.take()[2]) == ["gradient norm"]
+    assert list(recorder.take().work) == ["gradient norm"]
 
 
 def test_the_plain_recorder_takes_everything_and_keeps_nothing() -> None:
@@ -54,7 +70,7 @@ def test_threads_may_report_at_the_same_time() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert recorder.take()[0]["copy_out"] == 2000
+    assert recorder.take().bytes_moved["copy_out"] == 2000
 
 
 def test_compute_is_what_waits_and_work_leave_of_a_step() -> None:

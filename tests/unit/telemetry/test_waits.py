@@ -37,7 +37,7 @@ def waits(recorder: CountingRecorder) -> Waits:
 
 def test_a_wait_is_reported_under_its_name(waits: Waits, recorder: CountingRecorder) -> None:
     waits.until(Wait.STATE_READ, PassedEvent())
-    assert list(recorder.take()[1]) == ["state read"]
+    assert list(recorder.take().waits) == ["state read"]
 
 
 def test_ordering_a_stream_passes_the_event_on(waits: Waits) -> None:

@@ -103,5 +103,5 @@ def test_records_travel_and_are_counted(
     length = layout.record_nbytes(last)
     assert torch.equal(target[:length], source[:length])
     assert not target[length:].any()
-    moved = recorder.take()[0]
+    moved = recorder.take().bytes_moved
     assert (moved["copy_in"], moved["copy_out"]) == (length, length)

@@ -48,7 +48,7 @@ def test_records_of_all_paths_come_back_and_are_counted(
         target = populated_pages(source.numel())
         blocks[number].read(chunk, target).wait()
         assert torch.equal(source, target)
-    moved = recorder.take()[0]
+    moved = recorder.take().bytes_moved
     assert moved["nvme_read"] == moved["nvme_written"] == 3 * layout.total_file_nbytes
     tier.close()
 

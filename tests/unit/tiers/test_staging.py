@@ -70,7 +70,7 @@ def test_slots_come_back_in_the_order_of_their_release_when_their_content_has_le
     ring.release(slots[0], tickets[2:])
     assert ring.acquire(waits) is slots[1]
     assert [ticket.num_waits for ticket in tickets] == [1, 1, 0]
-    assert list(recorder.take()[1]) == ["staging reuse"]
+    assert list(recorder.take().waits) == ["staging reuse"]
     assert slots[1].take(SLOT_BYTES).numel() == SLOT_BYTES
 
 

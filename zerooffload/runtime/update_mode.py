@@ -1,0 +1,60 @@
+"""When a step's update runs. Pure.
+
+Each mode gives the same bits; what differs is what the update is hidden behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+
+class UpdateMode(StrEnum):
+    """See `OffloadConfig.update`."""
+
+    AFTER_BACKWARD = "after_backward"
+    UNDER_NEXT_FORWARD = "under_next_forward"
+    DURING_BACKWARD = "during_backward"
+
+
+_MOST_CLIP_RATE = 0.3
+"""A step that clips redoes what was begun ahead of it: its reads and writes were for nothing."""
+_NEWEST_WEIGHT = 0.25
+"""Of the last step in the running rate: one that clips leaves updates ahead, two in a row end them for some steps."""
+
+
+@dataclass
+class ModeChooser:
+    """Chooses the mode of each step.
+
+    Attributes
+    ----------
+    wanted : UpdateMode or "auto"
+    uses_other_resources : bool
+        Whether the update uses what compute does not: a drive, or, beside a device, the host.
+    clip_rate : float
+        How many of the last steps clipped, a running mean.
+    """
+
+    wanted: UpdateMode | Literal["auto"]
+    uses_other_resources: bool
+    clip_rate: float = 0.0
+
+    @property
+    def hides(self) -> bool:
+        """Whether updates go on behind the training thread when `optimizer.step()` has returned."""
+        if self.wanted == "auto":
+            return self.uses_other_resources
+        return self.wanted is not UpdateMode.AFTER_BACKWARD
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether updates begin during the last backward, where a second place allows it."""
+        if self.wanted == "auto":
+            return self.uses_other_resources and self.clip_rate <= _MOST_CLIP_RATE
+        return self.wanted is UpdateMode.DURING_BACKWARD
+
+    def stepped(self, *, clipped: bool) -> None:
+        """A step is decided; `clipped` tells whether clipping changed its gradients."""
+        self.clip_rate += _NEWEST_WEIGHT * (clipped - self.clip_rate)

@@ -1,0 +1,396 @@
+"""Updates on their way: run at once, or behind the thread that trains.
+
+[Note: a hidden update]
+Behind the training thread, a thread of its own takes chunks through the streamed update, those of the flat that is
+needed soonest first. It lives while there is work, touches files and host memory, and never the device, a hook or a
+collective. Whoever needs a flat's new parameters waits for its job, and for no other.
+
+[Note: an update ahead]
+Where every state of a flat has a second place, its update may begin before `optimizer.step()`, with what the step is
+expected to say. It changes nothing: the new states lie beside the old ones (see [Note: ahead] in tiers/api.py). `step`
+then takes what it would have done itself, to the bit, and drops the rest. A dropped job's successor begins when nothing
+of it is in flight any more: both write to the same places.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from enum import Enum
+
+from zerooffload.errors import ZeroOffloadError
+from zerooffload.optim.stream import ChunkUpdate, StreamedUpdate
+from zerooffload.runtime.update import FlatUpdate
+from zerooffload.sharding.unit import Unit, UnitFlat
+from zerooffload.telemetry import Wait, Waitable, Waits, wait_for_all
+
+
+class _Standing(Enum):
+    """Whether what a job writes is to count."""
+
+    OPEN = "nobody knows yet"
+    TAKEN = "yes"
+    DROPPED = "no"
+
+
+class UpdateJob:
+    """A flat's update; can be waited for. Its queue's lock guards it."""
+
+    def __init__(self, update: FlatUpdate, chunks: Iterable[ChunkUpdate], *, ahead: bool) -> None:
+        self.update = update
+        self.ahead = ahead
+        self.standing = _Standing.OPEN if ahead else _Standing.TAKEN
+        self.after: UpdateJob | None = None
+        self._chunks = iter(chunks)
+        self._num_in_flight = 0
+        self._all_begun = False
+        self._at_home: list[int] = []
+        self._over = threading.Event()
+        self._failure: BaseException | None = None
+
+    def next_chunk(self) -> ChunkUpdate | None:
+        """The next chunk, which is in flight from now on; None if there is none left."""
+        chunk = None if self.standing is _Standing.DROPPED else next(self._chunks, None)
+        if chunk is None:
+            self._all_begun = True
+            self._settle()
+        else:
+            self._num_in_flight += 1
+        return chunk
+
+    def landed(self, chunk: int, *, is_written: bool) -> None:
+        """A chunk is in flight no more."""
+        self._num_in_flight -= 1
+        if is_written:
+            self._at_home.append(chunk)
+        self._settle()
+
+    def take(self) -> None:
+        """Its writes are to count."""
+        self.standing = _Standing.TAKEN
+        self._settle()
+
+    def drop(self) -> None:
+        """Its writes are not to count."""
+        self.standing = _Standing.DROPPED
+        self._all_begun = True
+        self._settle()
+
+    def fail(self, error: BaseException) -> None:
+        """It ended before it was home."""
+        self._failure = error
+        self._over.set()
+
+    def wait(self) -> None:
+        """Block until it is home, and counts, or was dropped; raise what went wrong."""
+        self._over.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._over.is_set()
+
+    @property
+    def is_home(self) -> bool:
+        """Whether it ended well."""
+        return self._over.is_set() and self._failure is None
+
+    def _settle(self) -> None:
+        if self._over.is_set() or not self._all_begun or self._num_in_flight or self.standing is _Standing.OPEN:
+            return
+        for block in self.update.blocks if self.ahead else ():
+            for chunk in self._at_home:
+                if self.standing is _Standing.TAKEN:
+                    block.take_ahead(chunk)
+                else:
+                    block.drop_ahead(chunk)
+        self._over.set()
+
+
+class Jobs:
+    """Several jobs as one."""
+
+    def __init__(self, jobs: Iterable[UpdateJob]) -> None:
+        self._jobs = list(jobs)
+
+    def wait(self) -> None:
+        """Block until all are over; raise the first failure."""
+        for job in self._jobs:
+            job.wait()
+
+    def done(self) -> bool:
+        """Whether all are."""
+        return all(job.done() for job in self._jobs)
+
+
+class UpdateQueue:
+    """Runs updates. Its methods are for the thread that trains.
+
+    Parameters
+    ----------
+    in_background : callable
+        Makes a context in which the hidden thread works.
+
+    Attributes
+    ----------
+    failure : BaseException or None
+        What ended a hidden update that was to count: some states are a step ahead of others.
+    has_told : bool
+        Whether somebody who waited was told so.
+    """
+
+    def __init__(
+        self,
+        stream: StreamedUpdate,
+        waits: Waits,
+        *,
+        in_background: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.failure: BaseException | None = None
+        self.has_told = False
+        self._stream = stream
+        self._waits = waits
+        self._in_background = in_background
+        self._changed = threading.Condition(threading.RLock())
+        self._thread: threading.Thread | None = None
+        # By what is needed soonest; then what runs, in order: chunks that are staged, and those being written.
+        self._waiting: list[tuple[int, UpdateJob]] = []
+        self._staged: deque[tuple[UpdateJob, ChunkUpdate]] = deque()
+        self._landing: deque[tuple[UpdateJob, ChunkUpdate, list[Waitable]]] = deque()
+        self._hidden: dict[UnitFlat, UpdateJob] = {}
+        self._ahead: dict[UnitFlat, UpdateJob] = {}
+
+    def run(self, updates: Iterable[FlatUpdate], *, backwards: bool = False) -> None:
+        """Update at once; returns when everything is home.
+
+        Raises
+        ------
+        TierIOError
+            If a state could not be read or written: the states of some chunks are new, those of others old.
+        """
+        self.wait_idle()
+        self._enqueue([UpdateJob(update, update.chunks(backwards=backwards), ahead=False) for update in updates])
+        try:
+            self._drive()
+        except BaseException:
+            self._clear()
+            raise
+
+    def begin(self, updates: Iterable[FlatUpdate]) -> None:
+        """Update behind the training thread, in this order.
+
+        A flat whose home the device uses shows nothing until somebody has waited for it.
+        """
+        jobs = []
+        for update in updates:
+            job = UpdateJob(update, update.chunks(), ahead=False)
+            job.after = self._ahead.pop(update.part, None)
+            jobs.append(job)
+        self._hide(jobs)
+        self._enqueue(jobs)
+        self._start()
+
+    def begin_ahead(self, update: FlatUpdate, urgency: int, chunks: Iterable[ChunkUpdate]) -> None:
+        """Begin an update that is expected to be wanted; the least `urgency` goes first."""
+        job = UpdateJob(update, chunks, ahead=True)
+        job.after = self._ahead.get(update.part)
+        self._ahead[update.part] = job
+        self._enqueue([job], urgency)
+        self._start()
+
+    def take_ahead(self, updates: Sequence[FlatUpdate]) -> list[FlatUpdate]:
+        """Let what was begun ahead count where it is what these updates say, to the bit; the updates left to do."""
+        left, taken = [], []
+        with self._changed:
+            for update in updates:
+                job = self._ahead.get(update.part)
+                is_right = job is not None and job.standing is _Standing.OPEN and job.update.scalars == update.scalars
+                if job is not None and is_right:
+                    del self._ahead[update.part]
+                    job.take()
+                    taken.append(job)
+                else:
+                    left.append(update)
+        self._hide(taken)
+        self.drop_ahead()
+        return left
+
+    def drop_ahead(self, parts: Iterable[UnitFlat] | None = None) -> None:
+        """What was begun ahead, of these flats or of all, is not wanted."""
+        with self._changed:
+            for part in list(self._ahead) if parts is None else parts:
+                job = self._ahead.get(part)
+                if job is not None:
+                    job.drop()
+                    if job.done():
+                        del self._ahead[part]
+
+    def under_way(self) -> Jobs:
+        """All hidden jobs that nobody has waited for."""
+        return Jobs(self._hidden.values())
+
+    def is_home(self, unit: Unit) -> bool:
+        """Whether `wait` would return at once, and well."""
+        return all(self._hidden[part].is_home for part in unit.parts if part in self._hidden)
+
+    def wait(self, unit: Unit) -> None:
+        """Return when the unit's states are those after the last step.
+
+        Raises
+        ------
+        TierIOError
+            If they could not be read or written.
+        """
+        for part in unit.parts:
+            self._wait_for(part)
+
+    def finish(self) -> None:
+        """Return when every unit's states are those after the last step.
+
+        Raises
+        ------
+        TierIOError
+            If some could not be read or written.
+        """
+        for part in list(self._hidden):
+            self._wait_for(part)
+
+    def wait_idle(self) -> None:
+        """Return when the hidden thread does nothing: what it uses can be used."""
+        self.finish()
+        with self._changed:
+            self._changed.wait_for(lambda: self._thread is None)
+
+    def close(self) -> None:
+        """End what is under way. Errors are told by `failure`."""
+        self.drop_ahead()
+        with suppress(ZeroOffloadError):
+            self.finish()
+        with self._changed:
+            self._changed.wait_for(lambda: self._thread is None)
+
+    def _wait_for(self, part: UnitFlat) -> None:
+        job = self._hidden.get(part)
+        if job is None:
+            return
+        try:
+            self._waits.until(Wait.UPDATE, job)
+        except ZeroOffloadError:
+            self.has_told = True
+            raise
+        del self._hidden[part]
+        if part.range is None:
+            part.flat.show_full()
+
+    def _hide(self, jobs: Iterable[UpdateJob]) -> None:
+        for job in jobs:
+            part = job.update.part
+            self._hidden[part] = job
+            if part.range is None:
+                part.flat.show_away()
+
+    def _enqueue(self, jobs: Iterable[UpdateJob], urgency: int = 0) -> None:
+        with self._changed:
+            self._waiting += [(urgency, job) for job in jobs]
+            self._waiting.sort(key=lambda item: item[0])
+
+    def _start(self) -> None:
+        with self._changed:
+            if self._thread is None and self._waiting:
+                self._thread = threading.Thread(target=self._work, name="zerooffload-update", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            with self._in_background():
+                while self._drive():
+                    pass
+        except BaseException as error:  # noqa: BLE001 - raised by who waits
+            self._fail(error)
+
+    def _drive(self) -> bool:
+        """Work until there is nothing to do; whether more has come meanwhile."""
+        while True:
+            found = self._next() if self._stream.has_room else None
+            if found is not None:
+                self._stage(*found)
+            elif self._staged:
+                self._finish_first()
+            elif self._landing:
+                self._land_first()
+            else:
+                break
+            while self._landing and all(write.done() for write in self._landing[0][2]):
+                self._land_first()
+        with self._changed:
+            if self._thread is not threading.current_thread():
+                return False
+            if self._waiting:
+                return True
+            self._thread = None
+            self._changed.notify_all()
+            return False
+
+    def _next(self) -> tuple[UpdateJob, ChunkUpdate] | None:
+        with self._changed:
+            for item in list(self._waiting):
+                job = item[1]
+                if job.after is not None and not job.after.done():
+                    continue
+                chunk = job.next_chunk()
+                if chunk is not None:
+                    return job, chunk
+                self._waiting.remove(item)
+        return None
+
+    def _stage(self, job: UpdateJob, chunk: ChunkUpdate) -> None:
+        # What is taken may overwrite an edit that it has read, as any update does.
+        may = job.standing is _Standing.TAKEN or all(block.may_write_ahead(chunk.chunk) for block in job.update.blocks)
+        if not may:
+            with self._changed:
+                if job.standing is _Standing.OPEN:
+                    job.drop()
+                    job.landed(chunk.chunk, is_written=False)
+                    return
+        self._stream.stage(chunk)
+        self._staged.append((job, chunk))
+
+    def _finish_first(self) -> None:
+        job, chunk = self._staged.popleft()
+        if job.standing is _Standing.DROPPED:
+            self._stream.abandon_first()
+            with self._changed:
+                job.landed(chunk.chunk, is_written=False)
+        else:
+            self._landing.append((job, chunk, self._stream.finish_first()))
+
+    def _land_first(self) -> None:
+        job, chunk, writes = self._landing.popleft()
+        wait_for_all(self._waits, Wait.STATE_WRITE, writes)
+        with self._changed:
+            job.landed(chunk.chunk, is_written=True)
+
+    def _clear(self) -> None:
+        """After a failure: nothing is under way any more."""
+        self._stream.abandon()
+        self._stream.settle()
+        with self._changed:
+            self._waiting.clear()
+            self._staged.clear()
+            self._landing.clear()
+
+    def _fail(self, error: BaseException) -> None:
+        self._clear()
+        with self._changed:
+            jobs = {*self._hidden.values(), *self._ahead.values()}
+            if any(job.standing is _Standing.TAKEN and not job.done() for job in jobs):
+                self.failure = error
+            for job in jobs:
+                if not job.done():
+                    job.fail(error)
+            self._ahead.clear()
+            self._thread = None
+            self._changed.notify_all()

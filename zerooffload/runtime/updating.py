@@ -1,0 +1,111 @@
+"""The updates of a run's steps: in which mode, and what of them runs where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerooffload.runtime.ahead import AheadUpdates
+from zerooffload.runtime.backwards import BackwardCount
+from zerooffload.runtime.resources import Parts
+from zerooffload.runtime.update import FlatUpdate
+from zerooffload.runtime.update_mode import ModeChooser
+from zerooffload.runtime.update_queue import Jobs, UpdateQueue
+from zerooffload.sharding.unit import Unit
+from zerooffload.telemetry import Wait
+from zerooffload.tiers import StagingRing
+
+
+@dataclass(frozen=True)
+class UpdatePolicy:
+    """When updates run, and which backward is the last before one."""
+
+    mode: ModeChooser
+    backwards: BackwardCount
+
+
+class Updating:
+    """Decides, with its policy, and lets `UpdateQueue` do it."""
+
+    def __init__(
+        self,
+        queue: UpdateQueue,
+        ahead: AheadUpdates,
+        policy: UpdatePolicy,
+        ring: StagingRing,
+        parts: Parts,
+    ) -> None:
+        self._queue = queue
+        self._ahead = ahead
+        self._mode = policy.mode
+        self._backwards = policy.backwards
+        self._ring = ring
+        self._parts = parts
+        self._num_steps = 0
+        self._unscale_factor = 1.0
+        self._max_norm = math.inf
+        self._was_clipped = False
+
+    def backward_begins(self, forward_order: Sequence[Unit]) -> None:
+        """The first gradient of a backward is there; units in the order of the next forward."""
+        # Updates that no forward waited for read the gradients that this backward is about to change.
+        self._queue.finish()
+        self._backwards.begin()
+        if self._mode.goes_ahead and self._backwards.is_last_expected():
+            self._ahead.begin_backward(forward_order)
+
+    def backward_ended(self) -> None:
+        """No gradient of it is left to come."""
+        self._ahead.end_backward()
+
+    def gradients_are_unscaled(self, factor: float) -> None:
+        """A scaler multiplies the gradients of the step."""
+        self._unscale_factor = factor
+
+    def gradients_are_clipped(self, factor: float, max_norm: float) -> None:
+        """The gradients of the step are clipped by `max_norm`."""
+        self._was_clipped |= factor != 1.0
+        self._max_norm = min(self._max_norm, max_norm)
+
+    def run_now(self, planned: Sequence[FlatUpdate]) -> list[FlatUpdate]:
+        """Run what is not to be hidden, and return the rest.
+
+        Raises
+        ------
+        TierIOError
+            If a state could not be read or written.
+        """
+        hides = self._mode.hides
+        now = [update for update in planned if update.needs_device or not hides]
+        # Hidden updates follow the forward; others go there and back: what was updated last is in the ring still.
+        self._ring.goes_round = hides
+        if not hides:
+            self._queue.drop_ahead()
+        if now:
+            backwards = not hides and self._num_steps % 2 == 1
+            self._queue.run(reversed(now) if backwards else now, backwards=backwards)
+            accelerator = self._parts.accelerator
+            copied = accelerator.record(accelerator.copy_in)
+            self._parts.waits.order(Wait.STATE_COPY, accelerator.compute, copied)
+        done = set(now)
+        return [update for update in planned if update not in done]
+
+    def hide(self, updates: Sequence[FlatUpdate], forward_order: Sequence[Unit]) -> Jobs:
+        """Let updates go on behind the training thread; what can be waited for until they are home."""
+        left = {update.part: update for update in self._queue.take_ahead(updates)}
+        in_order = (part for unit in forward_order for part in unit.parts)
+        self._queue.begin([left[part] for part in in_order if part in left])
+        return self._queue.under_way()
+
+    def step_is_over(self, *, was_skipped: bool = False) -> None:
+        """`optimizer.step()` is decided; what it was like is what is expected of the next."""
+        if was_skipped:
+            self._queue.drop_ahead()
+        else:
+            self._num_steps += 1
+            self._mode.stepped(clipped=self._was_clipped)
+        self._ahead.expected_factor, self._unscale_factor = self._unscale_factor, 1.0
+        self._ahead.expected_max_norm, self._max_norm = self._max_norm, math.inf
+        self._was_clipped = False
+        self._backwards.updated()
