@@ -45,7 +45,7 @@ def test_cut_while_a_run_begins_or_ends_without_a_step(kind: str, uninterrupted:
     scenario = SCENARIOS[kind]
     resumptions = Resumptions(scenario, uninterrupted(scenario), scratch)
     for image in images_of(begun_and_ended(scenario, scratch / "first")):
-        assert resumptions.check(image, 0) == 0
+        assert resumptions.step_of(image) == 0
 
 
 @pytest.mark.parametrize("backwards", [False, True])
@@ -67,7 +67,7 @@ def test_cut_again_while_the_next_run_begins(
             paths = scenario.paths(folder)[:: -1 if backwards else 1]
             again = begun_and_ended(scenario, folder, nvme_paths=paths)
             for second in images_of(again)[number::2]:
-                assert resumptions.check(second, 0) == 0
+                assert resumptions.step_of(second) == 0
 
 
 @pytest.mark.parametrize("kind", SCENARIOS)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.drive_images import BLOCK_BYTES, KEEP, SECTOR_BYTES, Committed, Fate, chosen_pieces, systematic_images
+from support.drive_images import BLOCK_BYTES, KEEP, Committed, chosen_pieces
 from support.durable_training import ALL_ON_NVME, Reference, Scenario
-from support.power_cuts import Resumptions, folder_with, recorded_run
-from support.recording_engine import Log
+from support.power_cuts import Resumptions, any_image, check_all_prefixes, folder_with, recorded_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,7 +59,8 @@ def test_any_prefix_with_any_one_write_lost_or_torn(kind: str, uninterrupted: Un
     scenario = SHORT[kind]
     resumptions = Resumptions(scenario, uninterrupted(scenario), scratch)
     log = recorded_run(scenario, scratch / "recorded")
-    check_all_prefixes(log, resumptions, thoroughly=kind == "fp32")
+    reached = check_all_prefixes(log, resumptions, thoroughly=kind == "fp32")
+    assert reached == set(range(len(resumptions.reference.moments)))
 
 
 @pytest.mark.parametrize("kind", ["fp32", "edits after steps"])
@@ -70,14 +70,7 @@ def test_any_prefix_of_a_run_that_commits_in_the_background(
     scenario = SHORT[kind]
     resumptions = Resumptions(scenario, uninterrupted(scenario), scratch, in_background=True)
     log = recorded_run(scenario, scratch / "recorded", in_background=True)
-    check_all_prefixes(log, resumptions, thoroughly=False)
-
-
-def check_all_prefixes(log: Log, resumptions: Resumptions, *, thoroughly: bool) -> None:
-    reached = set()
-    for drive in log.drives():
-        for image in systematic_images(drive, thoroughly=thoroughly):
-            reached.add(resumptions.check(image, drive.committed))
+    reached = check_all_prefixes(log, resumptions, thoroughly=False)
     assert reached == set(range(len(resumptions.reference.moments)))
 
 
@@ -96,17 +89,9 @@ def test_any_subset_of_writes_lost_or_torn(
     @given(st.randoms(use_true_random=True))
     def any_cut(choice: random.Random) -> None:
         drive = log.drive_after(choice.randrange(begins, len(log.events) + 1))
-        fates = {number: any_fate(choice) for number in drive.uncertain}
-        resumptions.check(drive.image(fates.__getitem__), drive.committed)
+        resumptions.check(any_image(drive, choice), drive)
 
     any_cut()
-
-
-def any_fate(choice: random.Random) -> Fate:
-    """Of one operation."""
-    if choice.random() < 0.5:
-        return choice.random() < 0.5
-    return chosen_pieces(choice.getrandbits(32), choice.choice([SECTOR_BYTES, BLOCK_BYTES]))
 
 
 def test_cut_again_while_resuming_and_after(uninterrupted: Uninterrupted, scratch: Path) -> None:
@@ -125,6 +110,4 @@ def test_cut_again_while_resuming_and_after(uninterrupted: Uninterrupted, scratc
     for image in (in_between[0], in_between[len(in_between) // 2], torn):
         with folder_with(image, scratch) as folder:
             again = recorded_run(scenario, folder, committed=1)
-            for drive in again.drives():
-                for second in systematic_images(drive, thoroughly=False):
-                    assert resumptions.check(second, drive.committed) >= 1
+            assert min(check_all_prefixes(again, resumptions, thoroughly=False)) >= 1

@@ -6,11 +6,13 @@ half of it: a choice for each such operation makes an `Image`, which can be laid
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from pathlib import Path
+
+import xxhash
 
 from zerooffload.errors import InternalError
 
@@ -87,7 +89,23 @@ class Committed:
     step: int
 
 
-Event = Begun | Done | FlushBegun | FlushDone | Committed
+@dataclass(frozen=True)
+class Finished:
+    """The optimizer has returned from this step."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Met:
+    """The rank has come to a meeting of ranks, or (`is_over`) all of them had."""
+
+    channel: str
+    number: int
+    is_over: bool
+
+
+Event = Begun | Done | FlushBegun | FlushDone | Committed | Finished | Met
 
 
 @dataclass(frozen=True)
@@ -107,10 +125,10 @@ class Image:
             }
         )
 
-    @property
+    @cached_property
     def key(self) -> bytes:
         """Equal for equal images."""
-        digest = hashlib.blake2b()
+        digest = xxhash.xxh3_128()
         for name, content in sorted(self.files.items()):
             for piece in (name.encode(), b"" if content is None else content):
                 digest.update(len(piece).to_bytes(8, "little") + piece)
@@ -170,14 +188,15 @@ class Drive:
         What is certain: contents, and which entry leads to which (None: to a folder).
     uncertain : dict
         By number, in the order of their begin: operations that no flush has covered.
-    committed : int
-        The newest step that was said to be committed.
+    committed, finished : int
+        The newest step that was said to be committed; that the optimizer returned from.
     """
 
     files: dict[int, bytes] = field(default_factory=dict)
     names: dict[str, int | None] = field(default_factory=dict)
     uncertain: dict[int, Operation] = field(default_factory=dict)
     committed: int = 0
+    finished: int = 0
     _done: set[int] = field(default_factory=set)
     _flushes: dict[int, tuple[int | str, frozenset[int]]] = field(default_factory=dict)
 
@@ -201,6 +220,11 @@ class Drive:
                     _happen(self.uncertain.pop(number), KEEP, self.files, self.names)
             case Committed():
                 self.committed = event.step
+            case Finished():
+                self.finished = max(self.finished, event.step)
+            case Met():
+                # For who cuts several drives: see `rank_power_cuts`.
+                pass
 
     def image(self, fates: Callable[[int], Fate]) -> Image:
         """What is left if each uncertain operation (by its number) has that fate."""
@@ -209,10 +233,14 @@ class Drive:
             _happen(operation, fates(number), files, names)
         left: dict[str, bytes | None] = {}
         for name, file in names.items():
-            parents = [str(parent) for parent in Path(name).parents if str(parent) != "."]
-            if all(parent in names for parent in parents):
+            if all(parent in names for parent in _parents(name)):
                 left[name] = None if file is None else files.get(file, b"")
         return Image(left)
+
+
+@cache
+def _parents(name: str) -> tuple[str, ...]:
+    return tuple(str(parent) for parent in Path(name).parents if str(parent) != ".")
 
 
 def _is_of(operation: Operation, target: int | str) -> bool:

@@ -6,13 +6,15 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 import torch
+from support.random_states import RandomStates, random_states_kept
+from support.rank_turns import TurnCollectives, Turns, TurnWaits
 from support.recording_engine import Log, RecordingEngine, check_aligned
 from torch import nn
 
@@ -23,6 +25,8 @@ from zerooffload.entry import offload_in
 from zerooffload.optim.kernels import host_kernels
 from zerooffload.runtime.build import Environment
 from zerooffload.telemetry import Waitable
+
+T = TypeVar("T")
 
 NUM_WORDS = 32
 ALL_ON_NVME: dict[str, Any] = {"params": "nvme", "optimizer": "nvme"}
@@ -51,11 +55,11 @@ class DroppingNet(nn.Module):
 
 
 class Loader:
-    """Batches from a generator of its own; knows where it is."""
+    """Batches from a generator of its own, other ones on each rank; knows where it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int = 0) -> None:
         self.position = 0
-        self._generator = torch.Generator().manual_seed(3)
+        self._generator = torch.Generator().manual_seed(3 + rank)
 
     def next(self) -> torch.Tensor:
         """Token ids `[2, 4]`."""
@@ -137,7 +141,7 @@ class Moment:
 
     def differences(self, other: Moment) -> list[str]:
         """What differs, to the bit; empty if nothing does."""
-        return _differences("", self.values, other.values)
+        return differences("", self.values, other.values)
 
 
 @dataclass
@@ -167,10 +171,10 @@ class Training:
             self.optimizer = zo.AdamW(self.model.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
             self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
             self.scaler = zo.GradScaler(init_scale=64.0, growth_interval=2, enabled=bool(scenario.overflows))
-            self.loader = Loader()
+            self.loader = Loader(env.collectives.rank)
             self.num_steps = 0
             self._num_batches_here = 0
-            _seed_all()
+            _seed_all(env.collectives.rank)
             tracked: dict[str, Any] = {"scheduler": self.scheduler, "loader": self.loader}
             zo.track(self.model, **tracked, **({"scaler": self.scaler} if scenario.overflows else {}))
         except BaseException:
@@ -224,7 +228,7 @@ class Training:
 
     def moment(self) -> Moment:
         """Everything as it is now."""
-        python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+        drawn = RandomStates.now()
         with zo.full_params(self.model, writeback=False):
             params = {name: param.detach().clone() for name, param in self.model.named_parameters()}
         return Moment(
@@ -235,7 +239,7 @@ class Training:
                 "rates": [group["lr"] for group in self.optimizer.param_groups],
                 "scaler": self.scaler.state_dict(),
                 "loader": self.loader.state_dict(),
-                "random": {"python": list(python[1]), "numpy": list(numpy[1]), "torch": torch.get_rng_state()},
+                "random": {"python": list(drawn.python[1]), "numpy": list(drawn.numpy[1]), "torch": drawn.torch},
                 "num_steps": self.num_steps,
             }
         )
@@ -258,22 +262,19 @@ def training(scenario: Scenario, root: Path, env: Environment, **fields: Any) ->
 
 @contextmanager
 def _no_fsync(env: Environment) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if env.open_engine is _UnflushedEngine:
-            patch.setattr(os, "fsync", lambda _: None)
+    if env.open_engine is _UnflushedEngine:
+        with without_fsync():
+            yield
+    else:
         yield
 
 
 @contextmanager
-def random_states_kept() -> Iterator[None]:
-    """Whatever is drawn inside, nobody notices."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    try:
+def without_fsync() -> Iterator[None]:
+    """Nor are files flushed that the engine has no part in. Around threads that do the same, for the same time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
         yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002
-        torch.set_rng_state(cpu)
 
 
 def _draw() -> float:
@@ -281,10 +282,10 @@ def _draw() -> float:
     return random.random() + np.random.rand() + torch.rand(()).item()  # noqa: NPY002, S311
 
 
-def _seed_all() -> None:
-    random.seed(11)
-    np.random.seed(12)  # noqa: NPY002
-    torch.manual_seed(13)
+def _seed_all(rank: int) -> None:
+    random.seed(11 + rank)
+    np.random.seed(12 + rank)  # noqa: NPY002
+    torch.manual_seed(13 + rank)
 
 
 def environment_with(open_engine: Callable[[], Engine], *, in_background: bool = False) -> Environment:
@@ -342,25 +343,53 @@ def recording_environment(log: Log, *, in_background: bool = False) -> Environme
 
 def train_uninterrupted(scenario: Scenario, root: Path) -> Reference:
     """All of it, looking at everything after each step."""
-    reference = Reference()
     with training(scenario, root, real_environment()) as run:
-        reference.moments.append(run.moment())
-        while not run.is_over():
-            reference.losses.append(run.one_batch())
-            if run.num_steps == len(reference.moments):
-                reference.moments.append(run.moment())
-        reference.last = run.moment()
+        return watch_to_the_end(run, Reference([run.moment()]))
+
+
+def train_ranks_uninterrupted(scenario: Scenario, root: Path, world_size: int) -> list[Reference]:
+    """The same on each of several ranks."""
+
+    def train(rank: int, turns: Turns) -> Reference:
+        with training(scenario, root, of_rank(real_environment(), turns, TurnCollectives(turns, rank))) as run:
+            return watch_to_the_end(run, Reference([run.moment()]))
+
+    return in_turns(world_size, train)
+
+
+def in_turns(world_size: int, function: Callable[[int, Turns], T]) -> list[T]:
+    """What a function does on ranks of this process; none of them flushes what the engine has no part in."""
+    turns = Turns(world_size)
+    with without_fsync():
+        return turns.run(lambda rank: function(rank, turns))
+
+
+def of_rank(env: Environment, turns: Turns, collectives: TurnCollectives) -> Environment:
+    """The environment of one rank of several that take turns."""
+    return replace(
+        env, collectives=collectives, make_waits=lambda recorder: TurnWaits(recorder, turns, collectives.rank)
+    )
+
+
+def watch_to_the_end(run: Training, reference: Reference) -> Reference:
+    """Train to the end, adding to what is known of the steps before."""
+    while not run.is_over():
+        reference.losses.append(run.one_batch())
+        if run.num_steps == len(reference.moments):
+            reference.moments.append(run.moment())
+    reference.last = run.moment()
     return reference
 
 
-def _differences(name: str, one: Any, other: Any) -> list[str]:
+def differences(name: str, one: Any, other: Any) -> list[str]:
+    """Between values and tensors in dictionaries and lists, to the bit; empty if there are none."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         if one.keys() != other.keys():
             return [f"{name}: {list(one)} != {list(other)}"]
-        return [text for key in one for text in _differences(f"{name}.{key}", one[key], other[key])]
+        return [text for key in one for text in differences(f"{name}.{key}", one[key], other[key])]
     if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
         pairs = enumerate(zip(one, other, strict=True))
-        return [text for index, (a, b) in pairs for text in _differences(f"{name}[{index}]", a, b)]
+        return [text for index, (a, b) in pairs for text in differences(f"{name}[{index}]", a, b)]
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         same = one.dtype == other.dtype and one.shape == other.shape
         if same and torch.equal(_raw(one), _raw(other)):

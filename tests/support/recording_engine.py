@@ -24,9 +24,11 @@ from support.drive_images import (
     Drive,
     Event,
     FileWrite,
+    Finished,
     FlushBegun,
     FlushDone,
     Image,
+    Met,
     Operation,
     Rename,
     Resize,
@@ -40,6 +42,13 @@ from zerooffload.journal import Journal, StepRecord
 class Log:
     """All that reaches the files below a folder, from now on; may be written to by several threads.
 
+    Parameters
+    ----------
+    committed : int
+        The step that the folder holds.
+    num_ranks : int
+        Whose files lie there; a step is committed when all of them have said so.
+
     Attributes
     ----------
     events : list[Event]
@@ -47,10 +56,12 @@ class Log:
         As it is now, all of which counts as certain.
     """
 
-    def __init__(self, root: Path, *, committed: int = 0) -> None:
+    def __init__(self, root: Path, *, committed: int = 0, num_ranks: int = 1) -> None:
         self.root = root
         self.events: list[Event] = []
-        self.start = Drive(committed=committed)
+        self.start = Drive(committed=committed, finished=committed)
+        self._num_ranks = num_ranks
+        self._newest: dict[Path, int] = {}
         self._lock = threading.RLock()
         self._number = 0
         self._files: dict[str, int] = {}
@@ -62,7 +73,8 @@ class Log:
 
     def drives(self) -> Iterator[Drive]:
         """One drive, as it is after each event; first as it was at the start."""
-        drive = Drive(dict(self.start.files), dict(self.start.names), committed=self.start.committed)
+        start = self.start
+        drive = Drive(dict(start.files), dict(start.names), committed=start.committed, finished=start.finished)
         yield drive
         for event in self.events:
             drive.apply(event)
@@ -103,10 +115,24 @@ class Log:
         with self._lock:
             self.events.append(FlushDone(number))
 
-    def committed(self, step: int) -> None:
-        """The journal says so."""
+    def committed(self, step: int, directory: Path) -> None:
+        """The journal of a rank says so."""
+        if self.name_of(directory) is None:
+            return
         with self._lock:
-            self.events.append(Committed(step))
+            self._newest[directory] = step
+            if len(self._newest) == self._num_ranks:
+                self.events.append(Committed(min(self._newest.values())))
+
+    def finished(self, step: int) -> None:
+        """The optimizer has returned."""
+        with self._lock:
+            self.events.append(Finished(step))
+
+    def met(self, channel: str, number: int, is_over: bool) -> None:  # noqa: FBT001
+        """See `rank_turns.Hear`."""
+        with self._lock:
+            self.events.append(Met(channel, number, is_over))
 
     def name_of(self, path: str | os.PathLike[str]) -> str | None:
         """Relative to the root; None for what is outside, or not logged."""
@@ -220,9 +246,9 @@ def check_aligned(offset_bytes: int, buffer: torch.Tensor) -> None:
 
 
 @contextmanager
-def recording(root: Path, *, committed: int = 0) -> Iterator[Log]:
+def recording(root: Path, *, committed: int = 0, num_ranks: int = 1) -> Iterator[Log]:
     """Log what is done to the files below `root` by the system's calls and by a `RecordingEngine` of the log."""
-    log = Log(root, committed=committed)
+    log = Log(root, committed=committed, num_ranks=num_ranks)
     with pytest.MonkeyPatch.context() as patch:
         for name, replacement in _system_calls(log).items():
             patch.setattr(os, name, replacement)
@@ -230,7 +256,7 @@ def recording(root: Path, *, committed: int = 0) -> Iterator[Log]:
 
         def write_and_tell(journal: Journal, record: StepRecord) -> None:
             write(journal, record)
-            log.committed(record.step)
+            log.committed(record.step, journal._directories[0])
 
         patch.setattr(Journal, "write", write_and_tell)
         yield log
