@@ -1,9 +1,12 @@
-"""Whatever fails and whenever: the call tells, and the training comes to its bit-equal end, here or in a new run."""
+"""Whatever fails and whenever: the call tells, and the training comes to its bit-equal end, here or in a new run.
+
+Every sort of fault meets every position of a step, and some meet positions all over the training. With
+ZEROOFFLOAD_TEST_EXHAUSTIVE=1 every kind meets every position of that step, and some kind every other position.
+"""
 
 from __future__ import annotations
 
-import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,9 @@ import pytest
 import torch
 from support.environments import cpu_with_simulated_drive
 from support.reference_training import Outcome, Recipe, current_params, differences, offload_prepared, train_plain
-from support.simulated_engine import Fault, SimulatedEngine
+from support.simulated_engine import FAULT_KINDS, Fault, SimulatedEngine, one_of_each_sort
 from support.small_models import batch
+from support.thoroughness import EXHAUSTIVE, one_in
 from torch import nn
 
 import zerooffload as zo
@@ -29,33 +33,41 @@ SETTINGS: dict[str, Any] = {
 }
 DURABLE: dict[str, Any] = {"params": "host", "optimizer": "host", "gradients": "nvme", "durable": True}
 """States in memory are updated in place, so an update that fails cannot be undone."""
-CHANGES = ("write", "flush")
-EVERYTHING = ("read", *CHANGES)
-KINDS = {
-    "EIO": {"errno": errno.EIO},
-    "a full disk": {"errno": errno.ENOSPC},
-    "a short transfer": {"errno": errno.EIO, "transferred_bytes": 4096},
-    "EINVAL": {"errno": errno.EINVAL},
-    "a stale mount": {"errno": errno.ESTALE, "then": EVERYTHING},
-    "a vanished device": {"errno": errno.ENODEV, "then": EVERYTHING},
-    "EACCES": {"errno": errno.EACCES, "then": CHANGES},
-    "a mount that became read-only": {"errno": errno.EROFS, "then": CHANGES},
-}
+EVERYTHING = ("read", "write", "flush")
 # Operations of this training, all of it. Then those of beginning it: 8 chunks of parameters and 8 of optimizer states
 # in two slots each, 8 of gradients, and two records.
 NUM_OPERATIONS = {"read": 93, "write": 117, "flush": 9}
 NUM_TO_BEGIN = {"read": 0, "write": 42, "flush": 3}
+SECOND_STEP = {"read": range(39, 66), "write": range(66, 91), "flush": range(3, 5)}
+"""From the commit of the first one to the end of the update."""
 
 
 def faults_everywhere(stride: int, first: int) -> list[Any]:
     """Every `stride`-th read and write of training and every flush, the kinds in turns; and every kind of write."""
     found = []
     for operation in EVERYTHING:
-        start, step = NUM_TO_BEGIN[operation], 1 if operation == "flush" else stride
+        start, step = NUM_TO_BEGIN[operation], 1 if operation == "flush" else one_in(stride)
         for at in range(start + first % step, NUM_OPERATIONS[operation], step):
-            name = list(KINDS)[(at + first) % len(KINDS)]
-            found.append(pytest.param(Fault(at=at, operation=operation, **KINDS[name]), id=f"{operation} {at} {name}"))
+            name = kind_at(at + first)
+            found.append(
+                pytest.param(Fault(at=at, operation=operation, **FAULT_KINDS[name]), id=f"{operation} {at} {name}")
+            )
     return found
+
+
+def faults_in_a_step(kinds: Callable[[int], Sequence[str]]) -> list[Any]:
+    """At every position of the second step; of all kinds with ZEROOFFLOAD_TEST_EXHAUSTIVE=1."""
+    found = []
+    for operation, positions in SECOND_STEP.items():
+        for at in positions:
+            for name in list(FAULT_KINDS) if EXHAUSTIVE else kinds(at):
+                fault = Fault(at=at, operation=operation, **FAULT_KINDS[name])
+                found.append(pytest.param(fault, id=f"step 1, {operation} {at} {name}"))
+    return found
+
+
+def kind_at(number: int) -> str:
+    return list(FAULT_KINDS)[number % len(FAULT_KINDS)]
 
 
 @dataclass
@@ -173,7 +185,7 @@ def test_there_are_so_many_operations(scratch: Path, plain: Outcome) -> None:
     assert list(told.losses.values()) == plain.losses
 
 
-@pytest.mark.parametrize("fault", faults_everywhere(4, 0))
+@pytest.mark.parametrize("fault", [*faults_everywhere(8, 0), *faults_in_a_step(one_of_each_sort)])
 def test_a_new_run_goes_on_from_the_last_committed_step(fault: Fault, scratch: Path, plain: Outcome) -> None:
     told = Told()
     outcome = run(scratch, [fault], told, insist=False)
@@ -183,7 +195,7 @@ def test_a_new_run_goes_on_from_the_last_committed_step(fault: Fault, scratch: P
     assert_whole(outcome, told, plain)
 
 
-@pytest.mark.parametrize("fault", faults_everywhere(4, 2))
+@pytest.mark.parametrize("fault", [*faults_everywhere(8, 2), *faults_in_a_step(lambda at: [kind_at(at + 3)])])
 def test_a_call_that_is_repeated_goes_on_rightly_or_not_at_all(fault: Fault, scratch: Path, plain: Outcome) -> None:
     told = Told()
     outcome = run(scratch, [fault], told, insist=True)

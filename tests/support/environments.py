@@ -38,12 +38,14 @@ def simulated(
     *,
     faults: Iterable[Fault] = (),
     make_waits: MakeWaits = Waits,
+    on_files: bool = False,
     seed: int = 0,
 ) -> Iterator[Environment]:
-    """A device with memory of its own, and a drive in memory."""
+    """A device with memory of its own, and a drive in memory, or on the files themselves."""
     accelerator = SimulatedAccelerator(copies, seed=seed)
+    engine = SimulatedEngine(transfers, faults=faults, on_files=on_files, seed=seed)
     try:
-        yield _environment(accelerator, SimulatedEngine(transfers, faults=faults, seed=seed), make_waits)
+        yield _environment(accelerator, engine, make_waits)
     finally:
         accelerator.close()
 

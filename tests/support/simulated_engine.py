@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
 from fnmatch import fnmatch
+from typing import Any
 
 import torch
 
@@ -61,6 +62,32 @@ class Fault:
     transferred_bytes: int = 0
     files: str = "*"
     then: tuple[str, ...] = ()
+
+
+_CHANGES = ("write", "flush")
+_EVERYTHING = ("read", *_CHANGES)
+FAULT_KINDS: dict[str, dict[str, Any]] = {
+    "EIO": {"errno": errno.EIO},
+    "a full disk": {"errno": errno.ENOSPC},
+    "a short transfer": {"errno": errno.EIO, "transferred_bytes": 4096},
+    "EINVAL": {"errno": errno.EINVAL},
+    "a stale mount": {"errno": errno.ESTALE, "then": _EVERYTHING},
+    "a vanished device": {"errno": errno.ENODEV, "then": _EVERYTHING},
+    "EACCES": {"errno": errno.EACCES, "then": _CHANGES},
+    "a mount that became read-only": {"errno": errno.EROFS, "then": _CHANGES},
+}
+"""What drives do, as arguments of `Fault`."""
+_SORTS = [
+    ("EIO", "a full disk", "EINVAL"),
+    ("a short transfer",),
+    ("a stale mount", "a vanished device"),
+    ("EACCES", "a mount that became read-only"),
+]
+
+
+def one_of_each_sort(number: int) -> list[str]:
+    """A kind of each sort, within which they differ in the system's number only: another one for each `number`."""
+    return [sort[number % len(sort)] for sort in _SORTS]
 
 
 class SimulatedTicket:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.reference_training import Outcome, Recipe, differences, offload_prepared, train_offloaded
-from support.small_models import MODELS, batch
+from support.small_models import batch
+from support.training_recipes import OPTIMIZER_RECIPES, OPTIONS, optimizer_recipe
 
 import zerooffload as zo
 from zerooffload.optim import OPTIMIZERS
@@ -16,50 +17,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "adamw": {"betas": (0.9, 0.99), "weight_decay": 0.1},
-    "adam": {"betas": (0.9, 0.99), "weight_decay": 0.01},
-    "adagrad": {"lr_decay": 0.01, "weight_decay": 0.01, "initial_accumulator_value": 0.1, "eps": 1e-10},
-    "lion": {"betas": (0.9, 0.99), "weight_decay": 0.1},
-    "sgd": {"momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01, "nesterov": False},
-}
 HOMES = [("host", "host", "host"), ("nvme", "nvme", "nvme"), ("host", "nvme", "device")]
 
 
-def recipe(algorithm: str, moments: str = "fp32", dtype: str | None = None) -> Recipe:
-    return Recipe(
-        build=MODELS["llama"],
-        num_steps=6,
-        algorithm=algorithm,
-        moments=moments,
-        compute_dtype=dtype,
-        options=OPTIONS[algorithm],
-    )
-
-
-RECIPES = {
-    **{(algorithm, "fp32", None): recipe(algorithm) for algorithm in OPTIONS if algorithm != "adamw"},
-    **{
-        ("adamw", moments, dtype): recipe("adamw", moments, dtype)
-        for moments in ("bf16", "8bit")
-        for dtype in (None, "bf16")
-    },
-    ("adamw", "fp32", "fp16"): recipe("adamw", dtype="fp16"),
-    ("lion", "8bit", "fp16"): recipe("lion", "8bit", "fp16"),
-    ("sgd", "bf16", "bf16"): recipe("sgd", "bf16", "bf16"),
-    ("adagrad", "8bit", None): recipe("adagrad", "8bit"),
-}
-
-
 @pytest.mark.parametrize("homes", HOMES, ids="-".join)
-@pytest.mark.parametrize("key", RECIPES, ids=lambda key: "-".join(str(part) for part in key))
+@pytest.mark.parametrize("key", OPTIMIZER_RECIPES, ids=lambda key: "-".join(str(part) for part in key))
 @pytest.mark.usefixtures("small_chunks")
 def test_same_bits_as_the_reference(
     key: tuple[str, str, str | None], homes: tuple[str, str, str], nvme: Path, plain: Callable[[Recipe], Outcome]
 ) -> None:
     params, optimizer, gradients = homes
-    outcome = train_offloaded(RECIPES[key], params=params, optimizer=optimizer, gradients=gradients, nvme_paths=[nvme])
-    assert differences(plain(RECIPES[key]), outcome) == []
+    outcome = train_offloaded(
+        OPTIMIZER_RECIPES[key], params=params, optimizer=optimizer, gradients=gradients, nvme_paths=[nvme]
+    )
+    assert differences(plain(OPTIMIZER_RECIPES[key]), outcome) == []
 
 
 @pytest.mark.parametrize(("moments", "nbytes"), [("fp32", 8.0), ("bf16", 4.0), ("8bit", 2 + 2 / 128)])
@@ -78,7 +49,7 @@ def test_moments_in_fewer_bits_take_fewer_bytes(moments: str, nbytes: float, nvm
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
 def test_a_state_dict_continues_with_the_same_bits(algorithm: str, moments: str) -> None:
     def run(*, interrupted: bool) -> dict[str, torch.Tensor]:
-        job = recipe(algorithm, moments)
+        job = optimizer_recipe(algorithm, moments)
         model = offload_prepared(job)
         optimizer = OPTIMIZERS[algorithm](model.parameters(), lr=1e-3, **OPTIONS[algorithm])
         for step in range(4):
