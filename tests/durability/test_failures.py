@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -71,6 +72,63 @@ def test_one_failure_anywhere(kind: str, operation: str, uninterrupted: Uninterr
         assert goes_on(scenario, folder, reference) >= finished - 1
     assert set(failed) == {operation}
     assert len(failed) > 8
+
+
+EDITED = {
+    "fp32": Scenario(edits=True),
+    "bf16": Scenario(edits=True, config={**ALL_ON_NVME, "compute_dtype": "bf16"}),
+    "durable, bf16": Scenario(
+        edits=True, config={"params": "host", "optimizer": "nvme", "durable": True, "compute_dtype": "bf16"}
+    ),
+}
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("kind", EDITED)
+def test_an_edit_that_fails_is_undone_or_the_end(
+    kind: str, operation: str, uninterrupted: Uninterrupted, scratch: Path, *, in_background: bool
+) -> None:
+    """While nothing of it is at home it can be repeated; else nobody trains on half of it, here or in a new run."""
+    scenario, endings = EDITED[kind], []
+    reference = uninterrupted(scenario)
+    for at in range(40):
+        folder = scratch / f"{at}"
+        engine = SimulatedEngine(Transfers.EAGER, on_files=True)
+        environment = environment_with(lambda engine=engine: engine, in_background=in_background)  # type: ignore[misc]
+        try:
+            with training(scenario, folder, environment) as run:
+                edit_stubbornly(run, engine, operation, at, endings)
+                run.finish()
+                assert reference.last is not None
+                assert reference.last.differences(run.moment()) == []
+        except zo.ConfigError as error:
+            endings.append("the end" if "an edit ended half-way (TierIOError" in str(error) else str(error))
+            assert goes_on(scenario, folder, reference) == 0
+        except zo.TierIOError:
+            # It came after the edit.
+            break
+    assert endings
+    assert set(endings) <= ({"undone", "the end"} if operation == "read" else {"the end"})
+    assert endings == sorted(endings, reverse=True)
+
+
+def edit_stubbornly(run: Training, engine: SimulatedEngine, operation: str, at: int, endings: list[str]) -> None:
+    """The next edit meets a fault, and is repeated."""
+    edit = run.edit
+
+    def failing_edit() -> None:
+        del run.edit
+        engine.fail_next(operation, after=at)
+        try:
+            edit()
+        except zo.TierIOError:
+            # Whoever goes on training all the same is refused.
+            with suppress(zo.TierIOError):
+                edit()
+                endings.append("undone")
+
+    run.edit = failing_edit  # type: ignore[method-assign]
 
 
 def test_an_update_fails_after_an_edit_that_no_step_has_committed(scratch: Path) -> None:

@@ -37,6 +37,7 @@ class _Commit:
         self.written = written
         self.chunks: SlotState | None = None
         self.sealed = threading.Event()
+        self.left_drive = threading.Event()
         self.was_edited = False
         self.error: BaseException | None = None
         self._over = threading.Event()
@@ -205,6 +206,17 @@ class Commits:
         # They may come late or never, so nobody here waits for them.
         threading.Thread(target=self._say_failed, name="zerooffload-commit", daemon=True).start()
 
+    def give_up(self, error: BaseException) -> None:
+        """What is newest is no step any more: one that is not sealed is not committed, nor is any other."""
+        commit, self._failure = self._pending, error
+        if commit is None or commit.sealed.is_set() or not self._in_background:
+            self.fail()
+            return
+        commit.error = error
+        commit.sealed.set()
+        # Its files may be closed next. That others know is not waited for.
+        commit.left_drive.wait()
+
     def close(self) -> None:
         """Finish what is under way; again is harmless.
 
@@ -234,6 +246,7 @@ class Commits:
                 mine = commit.sequence
         except BaseException as error:  # noqa: BLE001 - raised by who waits
             commit.error = error
+        commit.left_drive.set()
         try:
             least = self._agreement.least(mine)
             if least != commit.sequence and commit.error is None:

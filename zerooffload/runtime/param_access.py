@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -30,7 +30,13 @@ from zerooffload.tiers import Block
 
 
 class ParamAccess:
-    """Units made full for a while, and copies of single parameters' states."""
+    """Units made full for a while, and copies of single parameters' states.
+
+    Parameters
+    ----------
+    ended_half_way : callable
+        Told of the error if a change fails when a part of it is at home: what is there is neither old nor new.
+    """
 
     def __init__(
         self,
@@ -42,7 +48,9 @@ class ParamAccess:
         parts: Parts,
         rule: Rule,
         updates: UpdateQueue,
+        ended_half_way: Callable[[BaseException], None],
     ) -> None:
+        self._ended_half_way = ended_half_way
         self._rule = rule
         self._residency = residency
         self._gradients = gradients
@@ -56,7 +64,8 @@ class ParamAccess:
     def full(self, units: Iterable[Unit], *, writeback: bool, grads: bool) -> Iterator[None]:
         """The parameters of `units` show their values inside; see `zo.full_params`.
 
-        Edits reach the homes when the block ends well, and are undone when it raises or `writeback` is off.
+        Edits reach the homes when the block ends well, and are undone when it raises or `writeback` is off, or when the
+        first of them cannot be taken home.
         """
         units = list(dict.fromkeys(units))
         self._gradients.drain()
@@ -70,13 +79,13 @@ class ParamAccess:
                 yield
                 if writeback:
                     self._check_outlive(copies)
+                    with self._all_or_told():
+                        for part, before in copies:
+                            self._write_back(part, before)
             except BaseException:
                 _undo(copies)
                 raise
-            if writeback:
-                for part, before in copies:
-                    self._write_back(part, before)
-            else:
+            if not writeback:
                 _undo(copies)
 
     def read_parameter(self, residence: Residence) -> torch.Tensor:
@@ -112,7 +121,8 @@ class ParamAccess:
         if training.steps[index]:
             record = self._slots.read(part, training.optimizer, index)
             zeros = {name: piece.zero_() for name, piece in record.items() if name not in (REMAINDER.name, MASTER.name)}
-            self._slots.write(part, training.optimizer, index, zeros)
+            with self._all_or_told():
+                self._slots.write(part, training.optimizer, index, zeros)
             training.steps[index] = 0
 
     def write_optimizer_state(self, param: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
@@ -133,7 +143,8 @@ class ParamAccess:
                 write_moment(record, moment, pieces.pop(moment.name).to("cpu", torch.float32), NEAREST)
         for name in pieces.keys() & record.keys():
             record[name].copy_(pieces[name])
-        self._slots.write(part, training.optimizer, index, record)
+        with self._all_or_told():
+            self._slots.write(part, training.optimizer, index, record)
         training.steps[index] = int(state["step"])
 
     def _join_pieces(self, part: UnitFlat, index: int, piece: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -148,6 +159,17 @@ class ParamAccess:
             If they do not fit beside what the run holds.
         """
         return self._host.lease(nbytes, "copies for the user")
+
+    @contextmanager
+    def _all_or_told(self) -> Iterator[None]:
+        """What the block changes is all at home, or none of it, or the run knows."""
+        before = self._slots.num_changed
+        try:
+            yield
+        except BaseException as error:
+            if self._slots.num_changed > before:
+                self._ended_half_way(error)
+            raise
 
     @contextmanager
     def _copy(self, part: UnitFlat) -> Iterator[tuple[UnitFlat, list[torch.Tensor]]]:

@@ -77,6 +77,7 @@ class Run:
         self._parts = parts
         self._collectives = collectives
         self._failure: BaseException | None = None
+        self._what_failed = "an update"
         self._is_closed = False
         self._handles: list[RemovableHandle] = []
         self._at_close: list[Callable[[], None]] = []
@@ -118,6 +119,7 @@ class Run:
             parts=parts,
             rule=RULES[states.algorithm],
             updates=self._updates,
+            ended_half_way=self._edit_ended_half_way,
         )
         self._baseline_bytes = baseline_bytes
         self._num_steps = 0
@@ -308,6 +310,11 @@ class Run:
         if self._resources.commits is not None:
             self._resources.commits.fail()
 
+    def _edit_ended_half_way(self, error: BaseException) -> None:
+        self._failure, self._what_failed = error, "an edit"
+        if self._resources.commits is not None:
+            self._resources.commits.give_up(error)
+
     def clip_grad_norm(
         self, params: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
@@ -465,8 +472,8 @@ class Run:
                 raise self._failure
         if self._failure is not None:
             raise ConfigError(
-                f"the run cannot go on: an update ended half-way ({type(self._failure).__name__}: {self._failure});"
-                " start again"
+                f"the run cannot go on: {self._what_failed} ended half-way"
+                f" ({type(self._failure).__name__}: {self._failure}); start again"
             ) from self._failure
 
     def _make_report(self) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from zerooffload.errors import TierIOError
 from zerooffload.runtime.resources import Parts
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.collectives import Collectives
@@ -26,6 +27,11 @@ class SlotAccess:
         Sees to it that a slot of the ring is free.
     updates : UpdateQueue
         Nothing of it is under way while a record is in use here.
+
+    Attributes
+    ----------
+    num_changed : int
+        Records of which a home was changed, or may have been.
     """
 
     def __init__(
@@ -35,6 +41,7 @@ class SlotAccess:
         self._parts = parts
         self._wait_for_room = wait_for_room
         self._updates = updates
+        self.num_changed = 0
 
     def read(self, part: UnitFlat, block: Block, index: int) -> dict[str, torch.Tensor]:
         """The piece of a parameter's record that is this rank's: host tensors, 1D."""
@@ -66,6 +73,7 @@ class SlotAccess:
         self._updates.wait_idle()
         record = block.view(Space.HOST, chunk)
         if record is not None:
+            self.num_changed += update
             yield block.layout.split(chunk, record)
             if update and block.mirror is not None:
                 self._copy_to(block.mirror, chunk, record)
@@ -73,20 +81,29 @@ class SlotAccess:
         self._wait_for_room()
         slot = self._ring.acquire(self._parts.waits)
         record = slot.take(block.layout.file_nbytes(chunk))
-        read = block.read(chunk, record)
-        in_flight: list[Waitable] = [read]
+        in_flight: list[Waitable] = [block.read(chunk, record)]
         try:
-            self._parts.waits.until(Wait.STATE_READ, read)
+            self._finish(Wait.STATE_READ, in_flight)
             yield block.layout.split(chunk, record)
             if update:
+                self.num_changed += 1
                 in_flight = [item.write(chunk, record) for item in (block, block.mirror) if item is not None]
-                for write in in_flight:
-                    self._parts.waits.until(Wait.STATE_WRITE, write)
+                self._finish(Wait.STATE_WRITE, in_flight)
                 accelerator = self._parts.accelerator
                 copied = accelerator.record(accelerator.copy_in)
                 self._parts.waits.order(Wait.STATE_COPY, accelerator.compute, copied)
         finally:
             self._ring.release(slot, in_flight)
+
+    def _finish(self, cause: Wait, in_flight: list[Waitable]) -> None:
+        """Wait for each. What failed is told once, and not to whoever gets the slot next."""
+        while in_flight:
+            try:
+                self._parts.waits.until(cause, in_flight[0])
+            except TierIOError:
+                del in_flight[0]
+                raise
+            del in_flight[0]
 
     def copy_again(self, block: Block) -> None:
         """What is in memory was changed there: let the copy on files, if there is one, follow."""
@@ -102,7 +119,7 @@ class SlotAccess:
         try:
             copy[: record.numel()].copy_(record)
             in_flight.append(mirror.write(chunk, copy))
-            self._parts.waits.until(Wait.STATE_WRITE, in_flight[0])
+            self._finish(Wait.STATE_WRITE, in_flight)
         finally:
             self._ring.release(slot, in_flight)
 
