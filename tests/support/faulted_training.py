@@ -60,6 +60,11 @@ class Scenario:
         all_on_nvme = self.config.get("params") == self.config.get("optimizer") == "nvme"
         return bool(self.config.get("durable")) or (all_on_nvme and self.config.get("atomic_steps", True))
 
+    @property
+    def acts_between(self) -> bool:
+        """Whether its loop does something with the model after a step."""
+        return self.recipe.between is not Recipe.between
+
     @contextmanager
     def environment(self, *faults: Fault) -> Iterator[Environment]:
         """With a drive of files."""

@@ -120,5 +120,7 @@ def chosen(training: FaultedTraining, number: int) -> list[tuple[tuple[str, int]
     for operation in (OPERATIONS[number % 3], OPERATIONS[(number + 1) % 3]):
         positions = [position for position in training.positions if position[0] == operation]
         if positions:
-            found.append(positions[7 * number % len(positions)])
+            # What a loop does after a step comes last.
+            at = -1 if training.scenario.acts_between else 7 * number
+            found.append(positions[at % len(positions)])
     return list(zip(found, kinds, strict=False))
