@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,9 +14,14 @@ from support.durable_training import (
     Scenario,
     Training,
     environment_with,
+    in_turns,
+    of_rank,
     real_environment,
+    train_ranks_uninterrupted,
     training,
 )
+from support.power_cuts import resumed_as
+from support.rank_turns import TurnCollectives, Turns
 from support.simulated_engine import Fault, SimulatedEngine, Transfers
 
 import zerooffload as zo
@@ -129,6 +135,38 @@ def edit_stubbornly(run: Training, engine: SimulatedEngine, operation: str, at: 
                 endings.append("undone")
 
     run.edit = failing_edit  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_an_edit_that_fails_on_one_of_two_ranks(scratch: Path, *, in_background: bool) -> None:
+    """The other one, whose edit is whole, does not commit it either."""
+    scenario = replace(EDITED["bf16"], width=72, edits=False)
+    references = train_ranks_uninterrupted(scenario, scratch / "uninterrupted", 2)
+
+    def train(rank: int, turns: Turns) -> list[str]:
+        engine, told = SimulatedEngine(Transfers.EAGER, on_files=True), []
+        env = of_rank(
+            environment_with(lambda: engine, in_background=in_background), turns, TurnCollectives(turns, rank)
+        )
+        # Its end tells it once more.
+        with suppress(zo.RankError), training(scenario, scratch / "cut", env) as run:
+            run.one_batch()
+            if rank == 1:
+                # A parameter is changed, and its remainder not.
+                engine.fail_next("write", after=1)
+            for call in (run.edit, run.finish):
+                try:
+                    call()
+                except zo.ZeroOffloadError as error:
+                    told.append(type(error).__name__)
+        return told
+
+    def resume(rank: int, turns: Turns) -> int:
+        env = of_rank(real_environment(), turns, TurnCollectives(turns, rank))
+        return resumed_as(references[rank], scenario, scratch / "cut", env, to_the_end=True)
+
+    assert in_turns(2, train) == [["RankError"], ["TierIOError", "ConfigError"]]
+    assert in_turns(2, resume) == [0, 0]
 
 
 def test_an_update_fails_after_an_edit_that_no_step_has_committed(scratch: Path) -> None:

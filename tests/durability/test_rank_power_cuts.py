@@ -42,17 +42,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 EVERYTHING = {**ALL_ON_NVME, "gradients": "nvme"}
+WIDTH = 72
+"""Of a model of which the second rank has something in every unit."""
 SHORT = {
-    "fp32": Scenario(),
-    "bf16, gradients on nvme": Scenario(width=40, config={**EVERYTHING, "compute_dtype": "bf16"}),
+    "fp32": Scenario(width=WIDTH),
+    "nothing but padding on a rank": Scenario(),
+    "bf16, gradients on nvme": Scenario(width=WIDTH, config={**EVERYTHING, "compute_dtype": "bf16"}),
     "fp16 with a skipped step": Scenario(
-        num_batches=4, width=40, overflows=(2,), config={**ALL_ON_NVME, "compute_dtype": "fp16"}
+        num_batches=4, width=WIDTH, overflows=(2,), config={**ALL_ON_NVME, "compute_dtype": "fp16"}
     ),
-    "durable, on host": Scenario(width=40, config={"params": "host", "optimizer": "host", "durable": True}),
-    "two paths": Scenario(width=40, num_paths=2),
-    "edits after steps": Scenario(width=40, edits=True, config={**ALL_ON_NVME, "compute_dtype": "bf16"}),
+    "durable, on host": Scenario(width=WIDTH, config={"params": "host", "optimizer": "host", "durable": True}),
+    "two paths": Scenario(width=WIDTH, num_paths=2),
+    "edits after steps": Scenario(width=WIDTH, edits=True, config={**ALL_ON_NVME, "compute_dtype": "bf16"}),
 }
-QUICK = [kind for kind in SHORT if EXHAUSTIVE or kind not in {"bf16, gradients on nvme", "two paths"}]
+QUICK = [kind for kind in SHORT if EXHAUSTIVE or kind not in {"bf16, gradients on nvme", "two paths", "fp32"}]
 LONG = Scenario(
     num_batches=8, width=104, num_blocks=3, overflows=(2, 5), config={**EVERYTHING, "compute_dtype": "fp16"}
 )
@@ -89,7 +92,7 @@ def holdings_of(scenario: Scenario, checksums: Checksums, scratch: Path) -> list
     return [Holdings(scenario, rank, of_rank, scratch) for rank, of_rank in enumerate(checksums)]
 
 
-@pytest.mark.parametrize("kind", SHORT if EXHAUSTIVE else ["fp32", "fp16 with a skipped step"])
+@pytest.mark.parametrize("kind", SHORT if EXHAUSTIVE else ["fp32"])
 def test_one_machine_at_any_moment(kind: str, begin: Callable[..., Any], scratch: Path) -> None:
     """Both ranks' files are as they were at that moment, but for what no flush covered."""
     holdings, resumptions = begin(kind, apart=False)
@@ -169,7 +172,7 @@ def test_cut_again_while_resuming_and_after(
     pair = next(pair for pair, step in pairs.steps.items() if step == 1 and newest_of(pair[ahead]) == 2)
     assert newest_of(pair[1 - ahead]) == 1
     references, checksums = uninterrupted(kind)
-    other_way = replace(SHORT[kind], max_norm=0.2)
+    other_way = replace(SHORT[kind], max_norm=0.02)
     image = images_of(pair, holdings)
     with folder_with(image, scratch) as folder, noting_checksums(checksums) as expected:
         references = continue_ranks(other_way, folder, references)
