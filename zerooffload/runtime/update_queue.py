@@ -299,9 +299,16 @@ class UpdateQueue:
 
     def _start(self) -> None:
         with self._changed:
-            if self._thread is None and self._waiting:
-                self._thread = threading.Thread(target=self._work, name="zerooffload-update", daemon=True)
+            if self._thread is not None or not self._waiting:
+                return
+            self._thread = threading.Thread(target=self._work, name="zerooffload-update", daemon=True)
+            try:
                 self._thread.start()
+            except RuntimeError:
+                # The system has no thread left: what should be hidden is done at once.
+                self._thread = None
+        if self._thread is None:
+            self._work()
 
     def _work(self) -> None:
         try:
