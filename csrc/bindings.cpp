@@ -4,6 +4,7 @@
 // that works or waits releases the GIL.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -13,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -174,8 +176,8 @@ io::Ticket submit(io::Engine& engine, io::Operation operation, int fd, std::int6
 
 // In slices, so that Ctrl-C is answered although the disk is not. The ticket then stays valid: its transfer
 // is still under way, and whoever cleans up waits for it again.
-bool wait(io::Engine& engine, io::Ticket ticket, double timeout_seconds) {
-  using Clock = std::chrono::steady_clock;
+std::optional<double> wait(io::Engine& engine, io::Ticket ticket, double timeout_seconds) {
+  using io::Clock;
   constexpr std::chrono::milliseconds kSlice{100};
   const std::chrono::duration<double> timeout{timeout_seconds};
   const Clock::time_point start = Clock::now();
@@ -185,10 +187,9 @@ bool wait(io::Engine& engine, io::Ticket ticket, double timeout_seconds) {
       const std::chrono::duration<double> left = timeout - (Clock::now() - start);
       const auto slice = left < kSlice ? std::chrono::ceil<std::chrono::milliseconds>(left) : kSlice;
       if (engine.wait_for(ticket, slice)) {
-        engine.wait(ticket);
-        return true;
+        return std::chrono::duration<double>(engine.wait(ticket).time_since_epoch()).count();
       }
-      if (left <= kSlice) return false;
+      if (left <= kSlice) return std::nullopt;
     }
     if (PyErr_CheckSignals() != 0) throw nb::python_error();
   }
@@ -249,7 +250,8 @@ void bind_io(nb::module_& m) {
           [](io::Engine& engine, int fd) { return submit(engine, io::Operation::kFlush, fd, 0, 0, 0); },
           "fd"_a, ReleaseGil(), "Queues a flush; returns its ticket.")
       .def("wait", &wait, "ticket"_a, "timeout_seconds"_a = std::numeric_limits<double>::infinity(),
-           "Waits for a ticket; when its transfer is over, forgets it, and raises IoFailure if it failed.")
+           "Waits for a ticket; when its transfer is over, forgets it, and raises IoFailure if it failed. "
+           "Returns when it was over.")
       .def(
           "done",
           [](io::Engine& engine, io::Ticket ticket) {

@@ -176,8 +176,10 @@ class Engine:
 
         What was written to the file before this call is durable once the ticket is over without a failure.
         """
-    def wait(self, ticket: int, timeout_seconds: float = ...) -> bool:
-        """Wait for a ticket, and once it is over forget it; return whether it is, after this time at most.
+    def wait(self, ticket: int, timeout_seconds: float = ...) -> float | None:
+        """Wait for a ticket, and once it is over forget it; return when its last byte had moved, in seconds.
+
+        None if it is not over after this time at most. The clock is that of `time.perf_counter` on Linux.
 
         IoFailure if its transfer failed, KeyError for an unknown ticket. If it is not over, or a signal handler
         raises (Ctrl-C), the ticket stays valid: the transfer is still under way.

@@ -45,9 +45,9 @@ Ticket Engine::submit(Operation operation, const Extent& extent) {
   return mover_->requests.add(request);
 }
 
-void Engine::wait(Ticket ticket) {
+Clock::time_point Engine::wait(Ticket ticket) {
   require_owner();
-  mover_->requests.wait(ticket);
+  return mover_->requests.wait(ticket);
 }
 
 bool Engine::wait_for(Ticket ticket, std::chrono::milliseconds timeout) {

@@ -44,9 +44,9 @@ class Engine {
   // Queues a request and returns at once. std::runtime_error after close.
   Ticket submit(Operation operation, const Extent& extent);
 
-  // Waits until a request is over, and forgets it. IoFailure if it failed; UnknownTicket. Exactly one wait a
-  // ticket.
-  void wait(Ticket ticket);
+  // Waits until a request is over, and forgets it; returns when it was over. IoFailure if it failed;
+  // UnknownTicket. Exactly one wait a ticket.
+  Clock::time_point wait(Ticket ticket);
 
   // Waits for at most `timeout`; whether the request is over. The ticket stays valid. UnknownTicket.
   bool wait_for(Ticket ticket, std::chrono::milliseconds timeout);

@@ -14,7 +14,9 @@ Request::Request(Operation operation, const Extent& extent, std::int64_t piece_n
       piece_nbytes_(piece_nbytes),
       num_pieces_(operation == Operation::kFlush ? 1 : (extent.nbytes + piece_nbytes - 1) / piece_nbytes),
       num_unfinished_(num_pieces_),
-      failed_piece_(num_pieces_) {}
+      failed_piece_(num_pieces_) {
+  if (num_pieces_ == 0) ended_at_ = Clock::now();
+}
 
 Extent Request::piece(std::int64_t index) const {
   const std::int64_t start = index * piece_nbytes_;
@@ -35,10 +37,13 @@ void Requests::piece_over(Request& request, std::int64_t index, const Outcome& o
     // All pieces before the first that failed have moved whole.
     request.outcome_ = {index * request.piece_nbytes_ + outcome.transferred, outcome.error};
   }
-  if (--request.num_unfinished_ == 0) finished_.notify_all();
+  if (--request.num_unfinished_ == 0) {
+    request.ended_at_ = Clock::now();
+    finished_.notify_all();
+  }
 }
 
-void Requests::wait(Ticket ticket) {
+Clock::time_point Requests::wait(Ticket ticket) {
   std::unique_lock<std::mutex> lock(mutex_);
   // Looked up again at each wake-up: another thread may have taken the ticket meanwhile.
   finished_.wait(lock, [this, ticket] { return find(ticket)->second->num_unfinished_ == 0; });
@@ -47,6 +52,7 @@ void Requests::wait(Ticket ticket) {
   book_.erase(found);
   lock.unlock();
   if (request->outcome_.error != 0) throw IoFailure(request->operation_, request->extent_, request->outcome_);
+  return request->ended_at_;
 }
 
 bool Requests::wait_for(Ticket ticket, std::chrono::milliseconds timeout) {

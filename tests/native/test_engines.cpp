@@ -58,6 +58,23 @@ TEST(engines_move_bytes_both_ways) {
   });
 }
 
+TEST(engines_tell_when_a_request_was_over_however_late_that_is_asked) {
+  for_each_engine([](Engine& engine) {
+    for (const std::int64_t nbytes : {0, 50000}) {
+      const TemporaryFile file;
+      std::vector<std::byte> source = random_bytes(nbytes, 1);
+      const Clock::time_point before = Clock::now();
+      const Ticket ticket = engine.submit(Operation::kWrite, extent_of(file.fd(), 0, source));
+      while (!engine.wait_for(ticket, std::chrono::milliseconds{1})) {
+      }
+      const Clock::time_point after = Clock::now();
+      const Clock::time_point ended = engine.wait(ticket);
+      CHECK(before <= ended);
+      CHECK(ended <= after);
+    }
+  });
+}
+
 TEST(engines_hold_many_tickets_waited_for_in_any_order) {
   for_each_engine([](Engine& engine) {
     const TemporaryFile file;

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import threading
+import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
@@ -21,13 +22,13 @@ from zerooffload.errors import InternalError
 class AiofilesTicket(Ticket):
     """One operation on the loop; owns its buffer through the coroutine."""
 
-    def __init__(self, operation: Operation, future: Future[None]) -> None:
+    def __init__(self, operation: Operation, future: Future[float]) -> None:
         super().__init__(operation)
         self._future = future
 
     def _ends_within(self, seconds: float) -> bool:
         try:
-            self._future.result(seconds)
+            self.ended_seconds = self._future.result(seconds)
         except TimeoutError:
             return False
         return True
@@ -45,7 +46,7 @@ class AiofilesEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="zerooffload-aiofiles", daemon=True)
         self._thread.start()
-        self._in_flight: set[Future[None]] = set()
+        self._in_flight: set[Future[float]] = set()
         self._owner = os.getpid()
 
     def submit_read(self, file: OpenFile, offset_bytes: int, target: torch.Tensor) -> AiofilesTicket:
@@ -79,7 +80,7 @@ class AiofilesEngine:
         self._thread.join()
         self._loop.close()
 
-    def _submit(self, operation: Operation, work: Coroutine[Any, Any, None]) -> AiofilesTicket:
+    def _submit(self, operation: Operation, work: Coroutine[Any, Any, float]) -> AiofilesTicket:
         try:
             self._check_open()
         except InternalError:
@@ -96,7 +97,8 @@ class AiofilesEngine:
         refuse_in_child(self._owner)
 
 
-async def _transfer(operation: Operation, file: OpenFile, buffer: torch.Tensor) -> None:
+async def _transfer(operation: Operation, file: OpenFile, buffer: torch.Tensor) -> float:
+    """Move all bytes; return when that was done."""
     # A numpy array exposes the tensor's own memory, so nothing is copied on the way.
     view = memoryview(buffer.numpy().data)
     moved = 0
@@ -115,12 +117,15 @@ async def _transfer(operation: Operation, file: OpenFile, buffer: torch.Tensor) 
                 moved += count
     except OSError as error:
         raise operation.failure(error.errno or errno.EIO, moved) from None
+    return time.perf_counter()
 
 
-async def _flush(operation: Operation, file: OpenFile) -> None:
+async def _flush(operation: Operation, file: OpenFile) -> float:
+    """Make the file durable; return when that was done."""
     # Of the whole file, whichever descriptor its bytes came through.
     flush = getattr(os, "fdatasync", os.fsync)
     try:
         await asyncio.to_thread(flush, file.fd)
     except OSError as error:
         raise operation.failure(error.errno or errno.EIO) from None
+    return time.perf_counter()

@@ -29,9 +29,10 @@ class NativeTicket(Ticket):
 
     def _ends_within(self, seconds: float) -> bool:
         try:
-            return self._engine.wait(self._number, seconds)
+            self.ended_seconds = self._engine.wait(self._number, seconds)
         except _native.IoFailure as failure:
             raise self._operation.failure(failure.errno, failure.transferred) from None
+        return self.ended_seconds is not None
 
     def _has_ended(self) -> bool:
         return self._engine.done(self._number)

@@ -56,6 +56,9 @@ class Ticket:
     ----------
     slow_after_seconds : float
         A wait that lasts longer is warned about, and again each time that it has lasted twice as long.
+    ended_seconds : float or None
+        When the last byte had moved, on the clock of `time.perf_counter`, however late that is waited for. None before
+        a wait, after a failure, and where the engine cannot tell.
     """
 
     slow_after_seconds = 30.0
@@ -66,6 +69,7 @@ class Ticket:
         # Reentrant: the garbage collector may end a run, which waits, in the middle of a wait.
         self._turn = threading.RLock()
         self._is_over = False
+        self.ended_seconds: float | None = None
         self._failure: TierIOError | None = None
 
     def wait(self) -> None:

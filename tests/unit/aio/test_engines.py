@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import resource
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -57,6 +58,19 @@ def test_what_is_written_comes_back(engine: Engine, file: OpenFile, nbytes: int,
     engine.submit_read(file, offset, target).wait()
     assert torch.equal(source, target)
     assert file.path.stat().st_size == offset + nbytes
+
+
+def test_a_ticket_tells_when_its_transfer_was_over_however_late_it_is_waited_for(
+    engine: Engine, file: OpenFile
+) -> None:
+    before = time.perf_counter()
+    ticket = engine.submit_write(file, 0, content(4 << 20, 1))
+    assert ticket.ended_seconds is None
+    while not ticket.done():
+        pass
+    after = time.perf_counter()
+    ticket.wait()
+    assert before <= ticket.ended_seconds <= after
 
 
 def test_a_write_changes_its_own_bytes_alone(engine: Engine, file: OpenFile) -> None:

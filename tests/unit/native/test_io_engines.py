@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -244,10 +245,22 @@ def test_what_cannot_be_read_at_an_offset() -> None:
 def test_wait_for_a_time(engine: n.Engine, fd: int) -> None:
     source = noise(4 * MIB)
     ticket = engine.submit_write(fd, 0, source.ctypes.data, source.nbytes)
-    while not engine.wait(ticket, 0.0):
+    while engine.wait(ticket, 0.0) is None:
         pass
     with pytest.raises(KeyError):
         engine.wait(ticket, 0.0)
+
+
+def test_wait_tells_when_the_transfer_was_over_and_not_when_it_was_asked(engine: n.Engine, fd: int) -> None:
+    source = noise(4 * MIB)
+    before = time.perf_counter()
+    ticket = engine.submit_write(fd, 0, source.ctypes.data, source.nbytes)
+    while not engine.done(ticket):
+        pass
+    after = time.perf_counter()
+    ended = engine.wait(ticket)
+    assert ended is not None
+    assert before <= ended <= after
 
 
 def test_registering_memory(engine: n.Engine, fd: int) -> None:
