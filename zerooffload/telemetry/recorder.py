@@ -48,13 +48,15 @@ class Recorder:
         yield
 
     @contextmanager
-    def working(self, work: Work) -> Iterator[None]:
-        """Time a block as `work`."""
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.worked(work, time.perf_counter() - begin)
+    def working(self, work: Work) -> Iterator[None]:  # noqa: ARG002 - for who keeps it
+        """A block is `work`, but for what in it is waiting or other work."""
+        yield
+
+
+class _Inner(threading.local):
+    """Seconds of a thread that are accounted for, within the block of work that it is in."""
+
+    seconds = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,16 @@ class Counts:
 
 
 class CountingRecorder(Recorder):
-    """Adds up, from any thread."""
+    """Adds up, from any thread.
+
+    [Note: each second counts once]
+    Work contains waits and other work: gradients are accumulated in a buffer that, once full, is sent home, where they
+    are normed. Each is counted without those inside it, so that all of them and compute add up to the step.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._inner = _Inner()
         self._bytes: Counter[str] = Counter()
         self._waits: dict[str, float] = {}
         self._work: dict[str, float] = {}
@@ -103,6 +111,7 @@ class CountingRecorder(Recorder):
 
     def waited(self, cause: str, seconds: float) -> None:
         """Add to the cause's seconds."""
+        self._inner.seconds += seconds
         if threading.get_ident() in self._background:
             return
         with self._lock:
@@ -113,6 +122,18 @@ class CountingRecorder(Recorder):
         with self._lock:
             seconds_of = self._hidden if threading.get_ident() in self._background else self._work
             seconds_of[work.value] = seconds_of.get(work.value, 0.0) + seconds
+
+    @contextmanager
+    def working(self, work: Work) -> Iterator[None]:
+        """Time a block as `work`, without what in it counts already."""
+        begin, outer = time.perf_counter(), self._inner.seconds
+        self._inner.seconds = 0.0
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - begin
+            self.worked(work, seconds - self._inner.seconds)
+            self._inner.seconds = outer + seconds
 
     def take(self) -> Counts:
         """All since the last call."""

@@ -7,6 +7,7 @@ import pytest
 
 from zerooffload.telemetry import Link, Recorder, StepReport, Work, process_peak_bytes, process_resident_bytes
 from zerooffload.telemetry import process_memory as module
+from zerooffload.telemetry import recorder as recorder_module
 from zerooffload.telemetry.recorder import CountingRecorder, Counts
 
 
@@ -47,6 +48,19 @@ def test_work_is_timed_also_when_it_raises() -> None:
     with pytest.raises(ZeroDivisionError), recorder.working(Work.GRADIENT_NORM):
         _ = 1 / 0
     assert list(recorder.take().work) == ["gradient norm"]
+
+
+def test_a_second_counts_once_although_work_contains_waits_and_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_seconds = iter([0.0, 1.0, 4.0, 10.0])
+    monkeypatch.setattr(recorder_module.time, "perf_counter", lambda: next(now_seconds))
+    recorder = CountingRecorder()
+    with recorder.working(Work.GRADIENT_ACCUMULATION):
+        recorder.waited("gradient write", 0.5)
+        with recorder.working(Work.GRADIENT_NORM):
+            recorder.waited("gradient read", 2.0)
+    counts = recorder.take()
+    assert counts.waits == {"gradient write": 0.5, "gradient read": 2.0}
+    assert counts.work == {"gradient norm": 1.0, "gradient accumulation": 6.5}
 
 
 def test_the_plain_recorder_takes_everything_and_keeps_nothing() -> None:
