@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
-from zerooffload.accelerator import Accelerator
+from zerooffload.accelerator import Accelerator, cuda
 from zerooffload.accelerator.cuda import CudaAccelerator
 from zerooffload.formats import MIB
 
@@ -132,3 +134,34 @@ def test_host_buffers_are_pinned_and_of_the_exact_size(accelerator: CudaAccelera
     assert buffer.numel() == 3 * MIB + 4096
     assert buffer.data_ptr() % 4096 == 0
     assert buffer.is_pinned()
+
+
+def test_a_mark_tells_when_the_stream_passed_it_on_the_hosts_clock(accelerator: CudaAccelerator) -> None:
+    accelerator.mark(accelerator.compute)
+    before = time.perf_counter()
+    first = accelerator.mark(accelerator.compute)
+    spin(accelerator, "compute")
+    second = accelerator.mark(accelerator.compute)
+    enqueued = time.perf_counter()
+    assert second.seconds() is None
+    second.wait()
+    after = time.perf_counter()
+    begin, end = first.seconds(), second.seconds()
+    assert begin is not None
+    assert end is not None
+    # The two clocks are brought together to some ten microseconds.
+    assert before - 1e-3 <= begin <= enqueued + 1e-3
+    assert enqueued < end <= after + 1e-3
+    assert end - begin > 0.01
+
+
+def test_marks_stay_exact_far_from_the_first(accelerator: CudaAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_REFERENCE_SECONDS", 0.0)
+    marks = []
+    for _ in range(5):
+        spin(accelerator, "copy_in")
+        marks.append(accelerator.mark(accelerator.copy_in))
+        marks[-1].wait()
+    seconds = [mark.seconds() for mark in marks]
+    assert seconds == sorted(seconds)
+    assert seconds[-1] == pytest.approx(time.perf_counter(), abs=5e-3)

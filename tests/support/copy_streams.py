@@ -61,6 +61,29 @@ class CopyPoint:
         self._stream.run_until(self._position)
 
 
+class CopyMark:
+    """A point in a copy queue that tells when it was passed."""
+
+    def __init__(self, stream: CopyStream, position: int) -> None:
+        self._stream = stream
+        self._position = position
+        self._made_seconds = time.perf_counter()
+
+    def wait(self) -> None:
+        """The copies before it run now."""
+        self._stream.run_until(self._position)
+
+    def done(self) -> bool:
+        """Whether they have run."""
+        return self._stream.num_done >= self._position
+
+    def seconds(self) -> float | None:
+        """When the last of them had run, but not before the mark was made."""
+        if not self.done():
+            return None
+        return max([self._made_seconds, *self._stream.done_seconds[: self._position][-1:]])
+
+
 class CopyStream:
     """A queue of copies. When they run is the subclasses' affair.
 
@@ -70,12 +93,15 @@ class CopyStream:
         The latest point of compute that the queue was put behind.
     num_done : int
         Copies that have run.
+    done_seconds : list[float]
+        When each of them had, by `time.perf_counter`.
     """
 
     def __init__(self, host_knows: Callable[[int], None], seed: int) -> None:
         self.host_knows = host_knows
         self.behind: Numbered | None = None
         self.num_done = 0
+        self.done_seconds: list[float] = []
         self._num_enqueued = 0
         self._jobs: deque[Job] = deque()
         self._random = random.Random(seed)  # noqa: S311 - reproducible delays
@@ -92,6 +118,10 @@ class CopyStream:
     def record(self) -> CopyPoint:
         """The point behind what was enqueued so far."""
         return CopyPoint(self, self._num_enqueued, self.behind.number if self.behind is not None else 0)
+
+    def mark(self) -> CopyMark:
+        """That point, with the time at which it is passed."""
+        return CopyMark(self, self._num_enqueued)
 
     def enqueue(self, job: Job) -> None:
         """Take a copy."""
@@ -112,6 +142,10 @@ class CopyStream:
     def _run_first(self) -> None:
         self._jobs[0].run()
         self._jobs.popleft()
+        self._note_done()
+
+    def _note_done(self) -> None:
+        self.done_seconds.append(time.perf_counter())
         self.num_done += 1
 
 
@@ -175,5 +209,5 @@ class ThreadedStream(CopyStream):
             self._jobs[0].run()
             with self._changed:
                 self._jobs.popleft()
-                self.num_done += 1
+                self._note_done()
                 self._changed.notify_all()

@@ -21,7 +21,8 @@ from enum import Enum
 import torch
 from support.copy_streams import CopyPoint, CopyStream, EarlyStream, Job, LateStream, ThreadedStream
 
-from zerooffload.accelerator import Event, Stream
+from zerooffload.accelerator import Event, Mark, Stream
+from zerooffload.accelerator.cpu import PassedMark
 from zerooffload.accelerator.pages import populated_pages
 from zerooffload.formats import MIB, round_up
 
@@ -173,6 +174,10 @@ class SimulatedAccelerator:
             if not memory.copied_into and bool((memory.tensor != POISON).any()):
                 memory.used_by_compute = True
         return ComputePoint(self, self._num_points, contents)
+
+    def mark(self, stream: Stream) -> Mark:
+        """Compute is never behind; a copy queue notes when each copy has run."""
+        return stream.mark() if isinstance(stream, CopyStream) else PassedMark()
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue; what the target holds until the copy has run is poison."""

@@ -3,7 +3,7 @@
 Everything above speaks to the `Accelerator` protocol; a simulated one stands in for hardware in the tests.
 """
 
-from zerooffload.accelerator.api import Accelerator, DeviceRange, Event, Stream
+from zerooffload.accelerator.api import Accelerator, DeviceRange, Event, Mark, Stream
 from zerooffload.accelerator.choose import default_accelerator
 from zerooffload.accelerator.pages import PageRange, host_buffer_nbytes, populated_pages
 
@@ -11,6 +11,7 @@ __all__ = [
     "Accelerator",
     "DeviceRange",
     "Event",
+    "Mark",
     "PageRange",
     "Stream",
     "default_accelerator",

@@ -25,6 +25,13 @@ class Event(Protocol):
         """Whether the stream has passed this point."""
 
 
+class Mark(Event, Protocol):
+    """A point in a stream's order that tells afterwards when the stream passed it."""
+
+    def seconds(self) -> float | None:
+        """On the clock of `time.perf_counter`; None while the stream has not passed it. Never blocks."""
+
+
 class Stream(Protocol):
     """A queue of device work that runs in order."""
 
@@ -101,6 +108,9 @@ class Accelerator(Protocol):
 
     def record(self, stream: Stream) -> Event:
         """The point that `stream` has been given work up to."""
+
+    def mark(self, stream: Stream) -> Mark:
+        """`record`, for timelines."""
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a copy of equal-sized tensors on `copy_in` or `copy_out`."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
 import psutil
 import torch
 
-from zerooffload.accelerator.api import Event, Stream
+from zerooffload.accelerator.api import Event, Mark, Stream
 from zerooffload.accelerator.pages import PageRange, host_buffer_nbytes, populated_pages
 
 
@@ -18,6 +20,17 @@ class PassedEvent:
     def done(self) -> bool:
         """Always."""
         return True
+
+
+class PassedMark(PassedEvent):
+    """A point that was passed when it was made."""
+
+    def __init__(self) -> None:
+        self._seconds = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Then."""
+        return self._seconds
 
 
 class ImmediateStream:
@@ -53,6 +66,10 @@ class CpuAccelerator:
     def record(self, stream: Stream) -> Event:  # noqa: ARG002 - all streams are one
         """All queues are up to date."""
         return PassedEvent()
+
+    def mark(self, stream: Stream) -> Mark:  # noqa: ARG002 - all streams are one
+        """Now."""
+        return PassedMark()
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:  # noqa: ARG002
         """Copies at once."""

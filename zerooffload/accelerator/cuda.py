@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
-from zerooffload.accelerator.api import Event, Stream
+from zerooffload.accelerator.api import Event, Mark, Stream
 from zerooffload.accelerator.pages import PageRange
 from zerooffload.errors import InternalError
 from zerooffload.formats import MIB, round_up
@@ -13,6 +15,8 @@ from zerooffload.formats import MIB, round_up
 _SMALL_ROUNDING_BYTES = 512
 _LARGE_REQUEST_BYTES = 10 * MIB
 _LARGE_ROUNDING_BYTES = 2 * MIB
+_REFERENCE_SECONDS = 4.0
+"""How far an event may be from the clock's reference: float32 then still tells quarters of a microsecond."""
 
 
 class CudaRange:
@@ -75,6 +79,50 @@ class CudaEvent:
         return bool(self.native.query())
 
 
+class DeviceClock:
+    """Translates the times of a device's events to those of the host.
+
+    An event's time is known only as a distance from another event's, a float32 in milliseconds. So there is a reference
+    whose time on the host is known, and it moves along: far from it a distance would be too coarse.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        torch.cuda.synchronize(device)
+        self._reference = torch.cuda.Event(enable_timing=True)
+        self._reference.record(torch.cuda.current_stream(device))
+        self._reference.synchronize()
+        self._reference_seconds = time.perf_counter()
+
+    def seconds(self, event: torch.cuda.Event) -> float:
+        """When a timing event that has passed was passed."""
+        distance_seconds = float(self._reference.elapsed_time(event)) / 1e3
+        seconds = self._reference_seconds + distance_seconds
+        if distance_seconds > _REFERENCE_SECONDS:
+            self._reference, self._reference_seconds = event, seconds
+        return seconds
+
+
+class CudaMark:
+    """A recorded timing event."""
+
+    def __init__(self, stream: CudaStream, clock: DeviceClock) -> None:
+        self._clock = clock
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(stream.native())
+
+    def wait(self) -> None:
+        """Block the calling thread."""
+        self._event.synchronize()
+
+    def done(self) -> bool:
+        """Ask without blocking."""
+        return bool(self._event.query())
+
+    def seconds(self) -> float | None:
+        """None while the device has not come to it."""
+        return self._clock.seconds(self._event) if self.done() else None
+
+
 class CudaAccelerator:
     """One CUDA device; see `Accelerator`."""
 
@@ -87,6 +135,7 @@ class CudaAccelerator:
         self.compute = CudaStream(device)
         self.copy_in = CudaStream(device, self._copy_in)
         self.copy_out = CudaStream(device, torch.cuda.Stream(device))
+        self._clock: DeviceClock | None = None
 
     def range_nbytes(self, nbytes: int) -> int:
         """As the caching allocator rounds a block."""
@@ -111,6 +160,14 @@ class CudaAccelerator:
         if not isinstance(stream, CudaStream):
             raise InternalError(f"not a CUDA stream: {type(stream).__name__}")
         return CudaEvent(stream)
+
+    def mark(self, stream: Stream) -> Mark:
+        """A timing event. The first one of all waits for the device, to learn how its clock goes."""
+        if not isinstance(stream, CudaStream):
+            raise InternalError(f"not a CUDA stream: {type(stream).__name__}")
+        if self._clock is None:
+            self._clock = DeviceClock(self.device)
+        return CudaMark(stream, self._clock)
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Asynchronous where the host side is pinned."""

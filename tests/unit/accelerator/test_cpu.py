@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -57,3 +59,14 @@ def test_a_host_buffer_is_page_aligned(cpu: Accelerator) -> None:
 
 def test_available_memory_is_what_the_machine_has(cpu: Accelerator) -> None:
     assert cpu.available_bytes() > 0
+
+
+def test_a_mark_tells_when_it_was_made(cpu: Accelerator) -> None:
+    before = time.perf_counter()
+    mark = cpu.mark(cpu.compute)
+    after = time.perf_counter()
+    mark.wait()
+    assert mark.done()
+    seconds = mark.seconds()
+    assert seconds is not None
+    assert before <= seconds <= after
