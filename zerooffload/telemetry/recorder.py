@@ -1,4 +1,4 @@
-"""Counters of one run: bytes by link, seconds by cause. `Recorder` itself is the one that keeps nothing."""
+"""What the parts of a run report to: bytes by link, seconds by cause, spans by lane."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from zerooffload.accelerator import Stream
+from zerooffload.telemetry.spans import Lane
+
+if TYPE_CHECKING:
+    from zerooffload.telemetry.report import StepReport
+    from zerooffload.telemetry.waits import Waitable
+
+_NOTHING = nullcontext()
 
 
 class Link(StrEnum):
@@ -20,6 +30,17 @@ class Link(StrEnum):
     COPY_OUT = "copy_out"
     GATHERED = "gathered"
     REDUCED = "reduced"
+
+
+LANE_OF_LINK = {
+    Link.NVME_READ: Lane.NVME_READ,
+    Link.NVME_WRITTEN: Lane.NVME_WRITE,
+    Link.COPY_IN: Lane.COPY_IN,
+    Link.COPY_OUT: Lane.COPY_OUT,
+    Link.GATHERED: Lane.GATHER,
+    Link.REDUCED: Lane.REDUCE,
+}
+"""Where the bytes of a link are seen to move."""
 
 
 class Work(StrEnum):
@@ -48,9 +69,32 @@ class Recorder:
         yield
 
     @contextmanager
-    def working(self, work: Work) -> Iterator[None]:  # noqa: ARG002 - for who keeps it
-        """A block is `work`, but for what in it is waiting or other work."""
+    def working(self, work: Work, whose: str = "") -> Iterator[None]:  # noqa: ARG002 - for who keeps it
+        """A block is `work`, but for what in it is waiting or other work; for `whose` sake, a name."""
         yield
+
+    def span(self, lane: Lane, name: str, begin_seconds: float, end_seconds: float, *, nbytes: int = 0) -> None:
+        """The calling thread kept `lane` busy; times are those of `time.perf_counter`."""
+
+    def on_stream(self, lane: Lane, stream: Stream | None, name: str, nbytes: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        """What a block enqueues on a stream (None: compute) keeps `lane` busy until the stream is through with it."""
+        return _NOTHING
+
+    def in_flight(self, lane: Lane, name: str, begin_seconds: float, ticket: Waitable, nbytes: int) -> Waitable:  # noqa: ARG002
+        """A transfer was submitted: the ticket to wait for it by. It keeps `lane` busy until its bytes have moved."""
+        return ticket
+
+    def compute_pauses(self) -> None:
+        """The model does not compute from now on."""
+
+    def compute_begins(self, what: str, point: str) -> None:
+        """It computes, from now on, a pass ("forward") of a hook point that it had not begun."""
+
+    def compute_ends(self, point: str) -> None:
+        """It is through with the last of the hook point's passes that it had begun, and goes on with the one around."""
+
+    def step_ended(self, report: StepReport, end_seconds: float) -> None:
+        """A step was done at this time."""
 
 
 class _Inner(threading.local):
@@ -84,9 +128,15 @@ class CountingRecorder(Recorder):
     [Note: each second counts once]
     Work contains waits and other work: gradients are accumulated in a buffer that, once full, is sent home, where they
     are normed. Each is counted without those inside it, so that all of them and compute add up to the step.
+
+    Attributes
+    ----------
+    follower : Recorder
+        Is told of spans. Keeps nothing unless somebody wants a timeline.
     """
 
     def __init__(self) -> None:
+        self.follower = Recorder()
         self._lock = threading.Lock()
         self._inner = _Inner()
         self._bytes: Counter[str] = Counter()
@@ -124,16 +174,17 @@ class CountingRecorder(Recorder):
             seconds_of[work.value] = seconds_of.get(work.value, 0.0) + seconds
 
     @contextmanager
-    def working(self, work: Work) -> Iterator[None]:
+    def working(self, work: Work, whose: str = "") -> Iterator[None]:
         """Time a block as `work`, without what in it counts already."""
         begin, outer = time.perf_counter(), self._inner.seconds
         self._inner.seconds = 0.0
         try:
             yield
         finally:
-            seconds = time.perf_counter() - begin
-            self.worked(work, seconds - self._inner.seconds)
-            self._inner.seconds = outer + seconds
+            end = time.perf_counter()
+            self.worked(work, end - begin - self._inner.seconds)
+            self._inner.seconds = outer + end - begin
+            self.follower.span(Lane.CPU_UPDATE, f"{work.value} {whose}".rstrip(), begin, end)
 
     def take(self) -> Counts:
         """All since the last call."""
@@ -142,3 +193,31 @@ class CountingRecorder(Recorder):
             taken = Counts(bytes_moved, self._waits, self._work, self._hidden)
             self._bytes, self._waits, self._work, self._hidden = Counter(), {}, {}, {}
         return taken
+
+    def span(self, lane: Lane, name: str, begin_seconds: float, end_seconds: float, *, nbytes: int = 0) -> None:
+        """Pass it on."""
+        self.follower.span(lane, name, begin_seconds, end_seconds, nbytes=nbytes)
+
+    def on_stream(self, lane: Lane, stream: Stream | None, name: str, nbytes: int) -> AbstractContextManager[None]:
+        """Pass it on."""
+        return self.follower.on_stream(lane, stream, name, nbytes)
+
+    def in_flight(self, lane: Lane, name: str, begin_seconds: float, ticket: Waitable, nbytes: int) -> Waitable:
+        """Pass it on."""
+        return self.follower.in_flight(lane, name, begin_seconds, ticket, nbytes)
+
+    def compute_pauses(self) -> None:
+        """Pass it on."""
+        self.follower.compute_pauses()
+
+    def compute_begins(self, what: str, point: str) -> None:
+        """Pass it on."""
+        self.follower.compute_begins(what, point)
+
+    def compute_ends(self, point: str) -> None:
+        """Pass it on."""
+        self.follower.compute_ends(point)
+
+    def step_ended(self, report: StepReport, end_seconds: float) -> None:
+        """Pass it on."""
+        self.follower.step_ended(report, end_seconds)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from zerooffload.accelerator import Event, Stream
 from zerooffload.telemetry.recorder import Recorder
+from zerooffload.telemetry.spans import Lane
 
 
 class Wait(StrEnum):
@@ -67,7 +68,9 @@ class Waits:
         """Block the calling thread."""
         begin = time.perf_counter()
         waitable.wait()
-        self._recorder.waited(cause.value, time.perf_counter() - begin)
+        end = time.perf_counter()
+        self._recorder.waited(cause.value, end - begin)
+        self._recorder.span(Lane.STALL, cause.value, begin, end)
 
     def order(self, cause: Wait, stream: Stream, event: Event) -> None:  # noqa: ARG002 - for who takes waits out
         """Put later work of `stream` behind `event`, without blocking the calling thread."""
