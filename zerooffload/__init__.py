@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerooffload.config import OffloadConfig
-    from zerooffload.entry import clip_grad_norm_, close, full_params, no_sync, offload, resume, step_report, track
+    from zerooffload.entry import (
+        clip_grad_norm_,
+        close,
+        full_params,
+        no_sync,
+        offload,
+        resume,
+        step_report,
+        trace,
+        track,
+    )
     from zerooffload.errors import (
         BudgetError,
         CheckpointError,
@@ -54,6 +64,7 @@ _HOMES = {
     "offload": "entry",
     "resume": "entry",
     "step_report": "entry",
+    "trace": "entry",
     "track": "entry",
 }
 
@@ -81,6 +92,7 @@ __all__ = [
     "offload",
     "resume",
     "step_report",
+    "trace",
     "track",
 ]
 

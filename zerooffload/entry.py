@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from zerooffload.runtime.param_access import units_of
 from zerooffload.runtime.run import Run
 from zerooffload.sharding.collectives import Collectives, GroupCollectives, SingleRank
 from zerooffload.sharding.registry import residence_of
-from zerooffload.telemetry import StepReport
+from zerooffload.telemetry import Listener, StepReport, TraceFile
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -221,6 +222,46 @@ def step_report(model: nn.Module) -> StepReport:
     return _run_of(next(model.parameters(), None)).report()
 
 
+@contextmanager
+def trace(model: nn.Module, path: str | os.PathLike[str], *, steps: int | None = None) -> Iterator[None]:
+    """Write what takes place in a block to a file that ui.perfetto.dev and chrome://tracing show as a timeline.
+
+        with zo.trace(model, "out.json"):
+            for batch in loader:
+                ...
+
+    It has a lane each for compute, copies in and out, nvme reads and writes, the CPU's update, gathers, reductions, and
+    stalls by cause; leased bytes of each tier; and a mark for each step. The file loads at any time, after a crash too.
+
+    Parameters
+    ----------
+    path : path
+        Of rank 0's file, which is overwritten. Other ranks write `out.rank1.json` and so on beside it.
+    steps : int, optional
+        Stop after so many steps. Default: the whole block is traced; a step takes some hundred bytes a span.
+
+    Raises
+    ------
+    ConfigError
+        If the model is not offloaded or is traced already, or the file cannot be made.
+    """
+    run = _run_of(next(model.parameters(), None))
+    if steps is not None and steps < 1:
+        raise ConfigError(f"steps must be at least 1, got {steps}")
+    with TraceFile(Path(path), rank=run.global_rank, steps=steps) as file, run.watch([file]):
+        yield
+
+
+@contextmanager
+def watch(model: nn.Module, listeners: Sequence[Listener]) -> Iterator[None]:
+    """Hand what takes place in a block to listeners; nothing is recorded if there are none."""
+    if not listeners:
+        yield
+        return
+    with _run_of(next(model.parameters(), None)).watch(listeners):
+        yield
+
+
 def close(model: nn.Module) -> None:
     """End a run: give budgets, files and the directory back. Again, or on a model never offloaded, does nothing.
 
@@ -273,4 +314,4 @@ def _collectives(ranks: dist.ProcessGroup | DeviceMesh | None) -> Collectives:
     return GroupCollectives(group)
 
 
-__all__ = ["clip_grad_norm_", "close", "full_params", "no_sync", "offload", "resume", "step_report", "track"]
+__all__ = ["clip_grad_norm_", "close", "full_params", "no_sync", "offload", "resume", "step_report", "trace", "track"]

@@ -34,6 +34,7 @@ FACE = [
     "offload",
     "resume",
     "step_report",
+    "trace",
     "track",
 ]
 
@@ -66,6 +67,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ("clip_grad_norm_", "(model_or_params, max_norm, norm_type=2.0, error_if_nonfinite=False)"),
         ("step_report", "(model)"),
         ("no_sync", "(model)"),
+        ("trace", "(model, path, *, steps=None)"),
         ("close", "(model)"),
         (
             "AdamW",

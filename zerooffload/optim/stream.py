@@ -42,6 +42,8 @@ class ChunkUpdate:
         Write the new states beside the old ones, which count until the blocks are told otherwise.
     gradient_written : Waitable or None
         What must be over before the gradient can be read from its home.
+    name : str
+        Of the flat buffer.
     """
 
     param: Block
@@ -52,6 +54,7 @@ class ChunkUpdate:
     spans: Sequence[Span[StepScalars]]
     ahead: bool = False
     gradient_written: Waitable | None = None
+    name: str = ""
 
     @property
     def space(self) -> Space:
@@ -133,7 +136,8 @@ class StreamedUpdate:
         try:
             for read in staged.reads:
                 self._waits.until(Wait.STATE_READ, read)
-            with self._recorder.working(Work.UPDATE_KERNEL):
+            update = staged.update
+            with self._recorder.working(Work.UPDATE_KERNEL, f"{update.name} #{update.chunk}"):
                 self._step(staged)
             for block, record in staged.writes_back:
                 staged.writes.append(self._write(staged.update, block, record))

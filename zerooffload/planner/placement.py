@@ -77,12 +77,15 @@ class StatePlacement:
     ----------
     kept : Kept or None
         Under which name and in how many slots its records outlive the run; None if they do not.
+    name : str
+        Of the flat buffer and the state.
     """
 
     holder: str
     tier: TierName
     layout: RecordLayout
     kept: Kept | None = None
+    name: str = ""
 
     @property
     def is_mirrored(self) -> bool:
@@ -340,8 +343,9 @@ def _place_flat(
 ) -> FlatPlacement:
     def state(holder: str, choice: TierChoice, parts: tuple[Part, ...], num_slots: int) -> StatePlacement:
         records = RecordLayout(parts, layout.shard_numel, chunk_numel)
-        kept = Kept(f"{layout.name} {holder}", num_slots) if num_slots else None
-        return StatePlacement(holder, home_tier(choice, unit_name), records, kept)
+        name = f"{layout.name} {holder}"
+        kept = Kept(name, num_slots) if num_slots else None
+        return StatePlacement(holder, home_tier(choice, unit_name), records, kept, name)
 
     # What is frozen is never written again: one slot. In memory it need not be kept: the user's model has it.
     is_kept = commits and (layout.trainable or home_tier(choices.params, unit_name) is TierName.NVME)

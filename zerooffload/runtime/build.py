@@ -275,10 +275,11 @@ def _make_flat(
 
 
 def _allocate(state: StatePlacement, resources: Resources) -> Block:
-    home = resources.tiers[state.tier].allocate(state.layout, state.holder, state.kept)
+    home = resources.tiers[state.tier].allocate(state.layout, state.holder, state.kept, name=state.name)
     if not state.is_mirrored:
         return home
-    copies = resources.tiers[TierName.NVME].allocate(state.layout, mirror_holder(state.holder), state.kept)
+    holder, name = mirror_holder(state.holder), f"copy of {state.name}"
+    copies = resources.tiers[TierName.NVME].allocate(state.layout, holder, state.kept, name=name)
     return MirroredBlock(home, copies)
 
 

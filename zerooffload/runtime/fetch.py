@@ -112,7 +112,8 @@ class Fetcher:
         source = home.view(Space.HOST, chunk)
         if source is not None:
             target = target[: source.numel()]
-            fetch.last_copy = self._transfers.to_device(target, source, fetch.refill_after, Wait.RANGE_REFILL)
+            name = f"{home.name} #{chunk}"
+            fetch.last_copy = self._transfers.to_device(target, source, fetch.refill_after, Wait.RANGE_REFILL, name=name)
         elif self._accelerator.shares_host_memory:
             fetch.direct_reads.append(home.read(chunk, target))
         else:
@@ -180,7 +181,8 @@ class Fetcher:
             self._waits.until(Wait.PARAMETER_READ, item.ticket)
             target = item.target[: item.home.layout.record_nbytes(item.chunk)]
             # The refill was ordered when the fetch began.
-            item.fetch.last_copy = self._transfers.copy_in(target, item.record[: target.numel()])
+            name = f"{item.home.name} #{item.chunk}"
+            item.fetch.last_copy = self._transfers.copy_in(target, item.record[: target.numel()], name)
             leaving.append(item.fetch.last_copy)
         except Exception as error:  # noqa: BLE001 - raised by who waits for that fetch, which may be another
             item.fetch.failure = item.fetch.failure or error

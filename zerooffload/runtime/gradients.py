@@ -128,7 +128,7 @@ class GradientPath:
         if training.held[index]:
             self._tell_of_rounding(training.gradient_dtype)
         home = training.gradient.whole(Space.DEVICE)
-        with self._recorder.working(Work.GRADIENT_ACCUMULATION):
+        with self._recorder.working(Work.GRADIENT_ACCUMULATION, part.flat.layout.name):
             if part.collection is None and home is not None:
                 self._add_at_home(part, training, index, grad, home)
             else:

@@ -188,7 +188,8 @@ class Landing:
             self._join_first()
         slot = self._ring.acquire(self._waits)
         content = slot.take(source.numel())
-        copied = self._transfers.to_host(content, source, Wait.GRADIENT_COMPUTED)
+        name = f"{departure.training.gradient.name} #{chunk}"
+        copied = self._transfers.to_host(content, source, Wait.GRADIENT_COMPUTED, name)
         self._copying.append(_Copying(departure, chunk, content, slot, copied, then))
         return copied
 
@@ -224,7 +225,7 @@ class Landing:
                 record = own.take(home.layout.file_nbytes(chunk))
                 self._read(departure.part, departure.training, chunk, record)
                 (old,) = home.layout.split(chunk, record).values()
-                with self._recorder.working(Work.GRADIENT_ACCUMULATION):
+                with self._recorder.working(Work.GRADIENT_ACCUMULATION, departure.part.flat.layout.name):
                     if departure.is_whole(span):
                         self._sums[key] = self._arrive(departure, span, new, old)
                     else:
@@ -260,7 +261,7 @@ class Landing:
         """Join what arrived with what its home holds, there; what it holds of no gradient stays undefined."""
         key, span = (id(departure.part), chunk), departure.part.chunk_span(chunk)
         self._sums.pop(key, None)
-        with self._recorder.working(Work.GRADIENT_ACCUMULATION):
+        with self._recorder.working(Work.GRADIENT_ACCUMULATION, departure.part.flat.layout.name):
             if departure.is_whole(span):
                 self._sums[key] = self._arrive(departure, span, old, new)
             else:
@@ -271,7 +272,7 @@ class Landing:
         key, span = (id(departure.part), chunk), departure.part.chunk_span(chunk)
         if key not in self._sums:
             zero_absent(departure.part, span, elements, departure.training.held)
-            with self._recorder.working(Work.GRADIENT_NORM):
+            with self._recorder.working(Work.GRADIENT_NORM, departure.part.flat.layout.name):
                 self._sums[key] = self._host_kernels.square_sums(elements)
         earlier = self._writes.pop(key, None)
         if earlier is not None:

@@ -70,6 +70,11 @@ class Residency:
         self._full: dict[Unit, None] = {}
         self._last_release = accelerator.record(accelerator.compute)
 
+    @property
+    def taken_nbytes(self) -> int:
+        """What the window holds now, what is on its way included."""
+        return self._taken_nbytes
+
     def require(self, units: Iterable[Unit], upcoming: Sequence[Unit] = ()) -> None:
         """Make `units` full and keep them so until as many `release`s.
 

@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -38,10 +39,11 @@ from zerooffload.runtime.tracking import Tracking
 from zerooffload.runtime.update import plan_update
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.runtime.updating import UpdatePolicy, Updating
+from zerooffload.runtime.watching import watched
 from zerooffload.sharding.collectives import Collectives, StepAgreement, agree
 from zerooffload.sharding.registry import forget, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
-from zerooffload.telemetry import StepReport, Work, process_peak_bytes
+from zerooffload.telemetry import Listener, StepReport, Work, process_peak_bytes
 from zerooffload.telemetry.recorder import CountingRecorder, Counts
 from zerooffload.tiers import Block, NvmeBlock, SlotState, Space
 
@@ -108,7 +110,9 @@ class Run:
             changed=lambda part: updates.drop_ahead([part]),
             is_complete=ahead.gradient_is_complete,
         )
-        self._schedule = Schedule(self._points, self._residency, self._gradients, self._moments())
+        self._schedule = Schedule(
+            self._points, self._residency, self._gradients, self._moments(), recorder=parts.recorder
+        )
         self._unresumed: StepRecord | None = None
         self._random_at_forward: dict[str, Any] | None = None
         self.access = ParamAccess(
@@ -372,6 +376,16 @@ class Run:
             raise ConfigError("no optimizer.step() has finished yet: there is nothing to report")
         return self._report
 
+    def watch(self, listeners: Sequence[Listener]) -> AbstractContextManager[None]:
+        """See `zo.trace`."""
+        self._check_alive()
+        return watched(self._parts, self._resources, self._residency, listeners)
+
+    @property
+    def global_rank(self) -> int:
+        """In the whole job."""
+        return self._collectives.global_rank
+
     def close(self) -> None:
         """Give everything back; again is harmless. Parameters that moved are not usable afterwards."""
         if self._is_closed:
@@ -424,7 +438,7 @@ class Run:
         self._schedule.recover()
         chosen = self._choose(params)
         self._gradients.drain()
-        with self._parts.recorder.working(Work.GRADIENT_NORM):
+        with self._parts.recorder.working(Work.GRADIENT_NORM, "of the model"):
             mine = norm_sum(chosen, norm_type, self._landing.square_sums, self.access.read_gradient_piece)
             return chosen, total_norm(self._collectives.gather_objects(mine), norm_type)
 
@@ -493,6 +507,7 @@ class Run:
             committed_step=None if self._resources.commits is None else self._resources.commits.step,
         )
         self._step_began = now
+        recorder.step_ended(self._report, now)
 
 
 def _close_by_owner(resources: Resources, owner_pid: int) -> None:

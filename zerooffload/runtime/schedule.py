@@ -13,6 +13,7 @@ from zerooffload.runtime.hook_points import HookPoint, at_end_of_backward, in_ba
 from zerooffload.runtime.residency import Residency
 from zerooffload.sharding.state import Phase
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
+from zerooffload.telemetry import Recorder
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Schedule:
     ----------
     points : Sequence[HookPoint]
         In the order of the model, the root last.
+    recorder : Recorder
+        Told when the model computes, and for which point.
     """
 
     def __init__(
@@ -52,7 +55,10 @@ class Schedule:
         residency: Residency,
         gradients: GradientPath,
         owner: Owner,
+        *,
+        recorder: Recorder,
     ) -> None:
+        self._recorder = recorder
         self._points = {point.name: point for point in points}
         self._root = points[-1]
         self._residency = residency
@@ -64,6 +70,7 @@ class Schedule:
 
     def pre_forward(self, point: HookPoint) -> None:
         """Make the point's units full and fetch ahead."""
+        self._recorder.compute_pauses()
         self._owner.check()
         nested_in_backward = in_backward()
         if not nested_in_backward:
@@ -78,6 +85,7 @@ class Schedule:
         if point.phase.current is Phase.IDLE:
             point.phase.to(Phase.FORWARD)
         self._use(point)
+        self._recorder.compute_begins("recompute" if nested_in_backward else "forward", point.name)
 
     def post_forward(self, point: HookPoint) -> None:
         """Its units may go."""
@@ -90,9 +98,11 @@ class Schedule:
             point.phase.to(Phase.IDLE)
         if point is self._root and not in_backward():
             self._order.end()
+        self._recorder.compute_ends(point.name)
 
     def pre_backward(self, point: HookPoint) -> None:
         """Make the point's units full, and their gradients fit to be accumulated into."""
+        self._recorder.compute_pauses()
         self._owner.check()
         self._open_backward()
         point.num_backward_calls += 1
@@ -102,6 +112,7 @@ class Schedule:
             self._gradients.begin(unit)
             self._await_gradients(unit)
         self._use(point)
+        self._recorder.compute_begins("backward", point.name)
 
     def post_backward(self, point: HookPoint) -> None:
         """One call of the point needs its parameters no more."""
@@ -111,6 +122,7 @@ class Schedule:
         self._residency.release(point.units)
         if not point.num_backward_calls:
             point.phase.to(Phase.POST_BACKWARD)
+        self._recorder.compute_ends(point.name)
 
     def gradient_arrived(self, unit: Unit, part: UnitFlat, training: TrainingStates, index: int) -> None:
         """Autograd has finished a parameter's gradient."""

@@ -75,6 +75,7 @@ class FlatUpdate:
                     in_chunk,
                     ahead=ahead,
                     gradient_written=gradient_written(chunk),
+                    name=part.flat.layout.name,
                 )
 
     def count(self) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zerooffload.errors import RankError
-from zerooffload.telemetry import Link, Recorder
+from zerooffload.telemetry import Lane, Link, Recorder
 
 T = TypeVar("T")
 
@@ -155,14 +155,18 @@ class GroupCollectives:
     def all_gather(self, full: torch.Tensor, name: str) -> None:
         """See `Collectives`."""
         shard = full.chunk(self.world_size)[self.rank]
-        self._do(f"all-gather of {name}", lambda: _all_gather_single(full, shard, group=self._group))
-        self._recorder.moved(Link.GATHERED, full.nbytes - shard.nbytes)
+        moved_bytes = full.nbytes - shard.nbytes
+        with self._recorder.on_stream(Lane.GATHER, None, name, moved_bytes):
+            self._do(f"all-gather of {name}", lambda: _all_gather_single(full, shard, group=self._group))
+        self._recorder.moved(Link.GATHERED, moved_bytes)
 
     def reduce_scatter(self, full: torch.Tensor, name: str) -> torch.Tensor:
         """See `Collectives`. The sum is divided once, in the buffer's dtype."""
         shard = full.chunk(self.world_size)[self.rank]
-        self._do(f"reduce-scatter of {name}", lambda: _reduce_scatter_single(shard, full, group=self._group))
-        self._recorder.moved(Link.REDUCED, full.nbytes - shard.nbytes)
+        moved_bytes = full.nbytes - shard.nbytes
+        with self._recorder.on_stream(Lane.REDUCE, None, name, moved_bytes):
+            self._do(f"reduce-scatter of {name}", lambda: _reduce_scatter_single(shard, full, group=self._group))
+        self._recorder.moved(Link.REDUCED, moved_bytes)
         return shard.div_(self.world_size)
 
     def gather_objects(self, value: T) -> list[T]:

@@ -47,6 +47,8 @@ class Block(Protocol):
 
     Attributes
     ----------
+    name : str
+        Of the flat buffer and the state, for timelines.
     mirror : Block or None
         A copy on files that must follow every change of a record.
     num_places : int
@@ -55,6 +57,7 @@ class Block(Protocol):
         Whether `read` and `write` take the device's copy queues, which only the thread that trains gives work to.
     """
 
+    name: str
     layout: RecordLayout
     mirror: Block | None
     num_places: int
@@ -106,7 +109,7 @@ class Tier(Protocol):
     def block_nbytes(self, layout: RecordLayout, kept: Kept | None = None) -> int:
         """What a block takes from the budget."""
 
-    def allocate(self, layout: RecordLayout, holder: str, kept: Kept | None = None) -> Block:
+    def allocate(self, layout: RecordLayout, holder: str, kept: Kept | None = None, *, name: str = "") -> Block:
         """Make a block.
 
         Parameters
@@ -115,6 +118,8 @@ class Tier(Protocol):
             For the lease.
         kept : Kept, optional
             Default: the contents are gone with the run. Memory keeps nothing.
+        name : str
+            Of the block.
 
         Raises
         ------

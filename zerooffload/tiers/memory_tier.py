@@ -23,8 +23,15 @@ class MemoryBlock:
     num_places = 1
 
     def __init__(
-        self, layout: RecordLayout, memory: torch.Tensor, spaces: frozenset[Space], transfers: Transfers
+        self,
+        layout: RecordLayout,
+        memory: torch.Tensor,
+        spaces: frozenset[Space],
+        transfers: Transfers,
+        *,
+        name: str = "",
     ) -> None:
+        self.name = name
         self.layout = layout
         self.needs_device = Space.HOST not in spaces
         self._memory = memory
@@ -46,12 +53,13 @@ class MemoryBlock:
     def read(self, chunk: int, target: torch.Tensor) -> Waitable:
         """Copy to the host, behind what compute has been given."""
         record = self._record(chunk)
-        return self._transfers.to_host(target[: record.numel()], record, Wait.STATE_COPY)
+        return self._transfers.to_host(target[: record.numel()], record, Wait.STATE_COPY, f"{self.name} #{chunk}")
 
     def write(self, chunk: int, source: torch.Tensor) -> Waitable:
         """Copy from the host, behind what compute has been given: it may still read the old content."""
-        record, transfers = self._record(chunk), self._transfers
-        return transfers.to_device(record, source[: record.numel()], transfers.compute_done(), Wait.STATE_COPY)
+        record, used = self._record(chunk), self._transfers.compute_done()
+        name = f"{self.name} #{chunk}"
+        return self._transfers.to_device(record, source[: record.numel()], used, Wait.STATE_COPY, name=name)
 
     def initialize(self, chunk: int, source: torch.Tensor) -> Waitable:
         """A write like any other."""
@@ -101,10 +109,18 @@ class MemoryTier:
         """As the allocator rounds it."""
         return self._rounded_nbytes(layout.memory_nbytes) if layout.memory_nbytes else 0
 
-    def allocate(self, layout: RecordLayout, holder: str, kept: Kept | None = None) -> MemoryBlock:  # noqa: ARG002
+    def allocate(
+        self,
+        layout: RecordLayout,
+        holder: str,
+        kept: Kept | None = None,  # noqa: ARG002 - memory keeps nothing
+        *,
+        name: str = "",
+    ) -> MemoryBlock:
         """Memory for all records."""
         self._leases.append(self.budget.lease(self.block_nbytes(layout), holder))
-        return MemoryBlock(layout, self._take_memory(layout.memory_nbytes), self._spaces, self._transfers)
+        memory = self._take_memory(layout.memory_nbytes)
+        return MemoryBlock(layout, memory, self._spaces, self._transfers, name=name)
 
     def reserve(self) -> None:
         """Memory is taken when it is allocated."""

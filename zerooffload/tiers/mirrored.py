@@ -20,6 +20,7 @@ class MirroredBlock:
     num_places = 1
 
     def __init__(self, home: Block, mirror: Block) -> None:
+        self.name = home.name
         self.layout = home.layout
         self.mirror: Block | None = mirror
         self.needs_device = home.needs_device

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from zerooffload.aio.files import create_file, open_file, reserve_space
 from zerooffload.config import TierName
 from zerooffload.errors import InternalError, TierIOError
 from zerooffload.memory import Budget, Lease
-from zerooffload.telemetry import Link, Recorder, Waitable
+from zerooffload.telemetry import Lane, Link, Recorder, Waitable
 from zerooffload.tiers.api import Block, Kept
 from zerooffload.tiers.checksums import checksum
 from zerooffload.tiers.directory import RunDirectory
@@ -110,7 +111,16 @@ class NvmeBlock:
     mirror: Block | None = None
     needs_device = False
 
-    def __init__(self, layout: RecordLayout, places: list[ChunkPlace], first_index: int | None, tier: NvmeTier) -> None:
+    def __init__(
+        self,
+        layout: RecordLayout,
+        places: list[ChunkPlace],
+        first_index: int | None,
+        tier: NvmeTier,
+        *,
+        name: str = "",
+    ) -> None:
+        self.name = name
         self.layout = layout
         self.places = places
         self.first_index = first_index
@@ -187,14 +197,20 @@ class NvmeBlock:
             expected = self._tier.slots.checksum(self.first_index + chunk)
         file, offset = self._tier.file_of(self, place), place.offsets[slot]
         self._tier.recorder.moved(Link.NVME_READ, target.numel())
-        ticket = self._tier.engine.submit_read(file, offset, target)
+        begin = time.perf_counter()
+        submitted = self._tier.engine.submit_read(file, offset, target)
+        name = f"{self.name} #{chunk}"
+        ticket = self._tier.recorder.in_flight(Lane.NVME_READ, name, begin, submitted, target.numel())
         return _CheckedRead(ticket, target, expected, file, offset) if check and expected is not None else ticket
 
     def _write(self, chunk: int, slot: int, source: torch.Tensor) -> Waitable:
         place = self.places[chunk]
         self._versions[chunk] += 1
         self._tier.recorder.moved(Link.NVME_WRITTEN, source.numel())
-        return self._tier.engine.submit_write(self._tier.file_of(self, place), place.offsets[slot], source)
+        begin = time.perf_counter()
+        submitted = self._tier.engine.submit_write(self._tier.file_of(self, place), place.offsets[slot], source)
+        name = f"{self.name} #{chunk}"
+        return self._tier.recorder.in_flight(Lane.NVME_WRITE, name, begin, submitted, source.numel())
 
 
 class _All:
@@ -286,16 +302,16 @@ class NvmeTier:
         """Records, each padded to the file's alignment, in every slot."""
         return layout.total_file_nbytes * (kept.num_slots if kept is not None else 1)
 
-    def allocate(self, layout: RecordLayout, holder: str, kept: Kept | None = None) -> NvmeBlock:
+    def allocate(self, layout: RecordLayout, holder: str, kept: Kept | None = None, *, name: str = "") -> NvmeBlock:
         """Extents for all records."""
         self._leases.append(self.budget.lease(self.block_nbytes(layout, kept), holder))
         if kept is None:
-            return NvmeBlock(layout, self._places(layout, 1, self._num_scratch_bytes), None, self)
+            return NvmeBlock(layout, self._places(layout, 1, self._num_scratch_bytes), None, self, name=name)
         first_index = self.slots.add(layout.num_chunks, kept.num_slots)
         if self._kept is not None:
-            return NvmeBlock(layout, list(self._kept[kept.name]), first_index, self)
+            return NvmeBlock(layout, list(self._kept[kept.name]), first_index, self, name=name)
         places = self._places(layout, kept.num_slots, self._num_state_bytes)
-        return NvmeBlock(layout, places, first_index, self)
+        return NvmeBlock(layout, places, first_index, self, name=name)
 
     def file_of(self, block: NvmeBlock, place: ChunkPlace) -> OpenFile:
         """The file that a chunk of a block lies on."""

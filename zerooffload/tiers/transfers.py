@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zerooffload.accelerator import Accelerator, Event
-from zerooffload.telemetry import Link, Recorder, Wait, Waits
+from zerooffload.telemetry import Lane, Link, Recorder, Wait, Waits
 
 
 class Transfers:
@@ -16,23 +16,30 @@ class Transfers:
         self._waits = waits
         self._recorder = recorder
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor, produced: Wait) -> Event:
-        """Copy what compute has written (or will, by what it was given so far) to host memory."""
+    def to_host(self, target: torch.Tensor, source: torch.Tensor, produced: Wait, name: str = "") -> Event:
+        """Copy what compute has written (or will, by what it was given so far) to host memory.
+
+        `name` is what timelines show.
+        """
         accelerator = self._accelerator
         self._waits.order(produced, accelerator.copy_out, accelerator.record(accelerator.compute))
-        accelerator.copy(accelerator.copy_out, target, source)
+        with self._recorder.on_stream(Lane.COPY_OUT, accelerator.copy_out, name or "copy", target.nbytes):
+            accelerator.copy(accelerator.copy_out, target, source)
         self._recorder.moved(Link.COPY_OUT, target.nbytes)
         return accelerator.record(accelerator.copy_out)
 
-    def to_device(self, target: torch.Tensor, source: torch.Tensor, used: Event, reuse: Wait) -> Event:
+    def to_device(
+        self, target: torch.Tensor, source: torch.Tensor, used: Event, reuse: Wait, *, name: str = ""
+    ) -> Event:
         """Copy to device memory that compute has done with at `used`."""
         self._waits.order(reuse, self._accelerator.copy_in, used)
-        return self.copy_in(target, source)
+        return self.copy_in(target, source, name)
 
-    def copy_in(self, target: torch.Tensor, source: torch.Tensor) -> Event:
+    def copy_in(self, target: torch.Tensor, source: torch.Tensor, name: str = "") -> Event:
         """Copy to device memory for which `copy_in` is already ordered behind compute."""
         accelerator = self._accelerator
-        accelerator.copy(accelerator.copy_in, target, source)
+        with self._recorder.on_stream(Lane.COPY_IN, accelerator.copy_in, name or "copy", target.nbytes):
+            accelerator.copy(accelerator.copy_in, target, source)
         self._recorder.moved(Link.COPY_IN, target.nbytes)
         return accelerator.record(accelerator.copy_in)
 
