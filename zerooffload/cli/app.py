@@ -72,7 +72,15 @@ _Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Replace a setting; may be given several times."),
 ]
-_Report = Annotated[Path | None, typer.Option(metavar="FILE.json", help="Write the run's account there.")]
+_Report = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write the run's account there: a page if it ends in .html, else JSON."),
+]
+_Trace = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.json", help="Write a timeline of the first steps there, for ui.perfetto.dev."),
+]
+_TraceSteps = Annotated[int, typer.Option(min=1, metavar="STEPS", help="How many steps the timeline shows.")]
 _Endurance = Annotated[
     float | None,
     typer.Option(metavar="TBW", min=0.0, help="Terabytes that the nvme drives bear: tell how long they will last."),
@@ -86,13 +94,15 @@ def train(
     *,
     set_: _Settings = None,
     report: _Report = None,
+    trace: _Trace = None,
+    trace_steps: _TraceSteps = 5,
     drive_endurance_tbw: _Endurance = None,
 ) -> None:
     """Fine-tune a causal language model as a recipe says."""
     from zerooffload.cli.train import Outputs, train_by_recipe  # noqa: PLC0415 - imports torch
 
     with _ends_for_users(context):
-        train_by_recipe(recipe, set_ or [], Outputs(report, drive_endurance_tbw))
+        train_by_recipe(recipe, set_ or [], Outputs(report, trace, trace_steps, drive_endurance_tbw))
 
 
 @app.command()
@@ -102,13 +112,15 @@ def resume(
     *,
     set_: _Settings = None,
     report: _Report = None,
+    trace: _Trace = None,
+    trace_steps: _TraceSteps = 5,
     drive_endurance_tbw: _Endurance = None,
 ) -> None:
     """Go on with a run of `train` from the last step that it committed, after a crash or an interruption."""
     from zerooffload.cli.train import Outputs, resume_in  # noqa: PLC0415 - imports torch
 
     with _ends_for_users(context):
-        resume_in(folder, set_ or [], Outputs(report, drive_endurance_tbw))
+        resume_in(folder, set_ or [], Outputs(report, trace, trace_steps, drive_endurance_tbw))
 
 
 @app.command()

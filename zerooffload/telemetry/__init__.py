@@ -2,7 +2,7 @@
 
 from zerooffload.telemetry.last_step import LaneUse, LastStep, StepPicture
 from zerooffload.telemetry.process_memory import process_peak_bytes, process_resident_bytes
-from zerooffload.telemetry.recorder import LANE_OF_LINK, Link, Recorder, Work
+from zerooffload.telemetry.recorder import Link, Recorder, Work
 from zerooffload.telemetry.report import StepReport, TierUsage
 from zerooffload.telemetry.spans import Lane, Span
 from zerooffload.telemetry.timeline import Batch, Level, Listener, Step, Timeline
@@ -10,7 +10,6 @@ from zerooffload.telemetry.trace_file import TraceFile
 from zerooffload.telemetry.waits import Wait, Waitable, Waits, wait_for_all
 
 __all__ = [
-    "LANE_OF_LINK",
     "Batch",
     "Lane",
     "LaneUse",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zerooffload.telemetry.recorder import LANE_OF_LINK, Link
 from zerooffload.telemetry.spans import Lane, Span, busy_seconds, by_lane, within
 from zerooffload.telemetry.timeline import MOST_SPANS, Batch, Level, Step
 
@@ -19,7 +18,7 @@ class LaneUse:
     busy_seconds : float
         In which it did anything.
     nbytes : int
-        That moved, as the step's report has them: of transfers submitted in it.
+        That moved: of what began in the step, as in its report.
     """
 
     lane: Lane
@@ -58,9 +57,15 @@ class StepPicture:
 
     def uses(self) -> list[LaneUse]:
         """Of every lane that was busy, in their order; stalls keep nothing busy."""
-        moved = {LANE_OF_LINK[Link(link)]: nbytes for link, nbytes in self.step.report.bytes_moved.items()}
         lanes = by_lane(self.spans)
-        return [LaneUse(lane, busy_seconds(lanes[lane]), moved.get(lane, 0)) for lane in lanes if lane != Lane.STALL]
+        return [
+            LaneUse(lane, busy_seconds(spans), sum(span.nbytes for span in spans if self._began(span)))
+            for lane, spans in lanes.items()
+            if lane is not Lane.STALL
+        ]
+
+    def _began(self, span: Span) -> bool:
+        return span.begin_seconds > self.step.begin_seconds
 
     def bound(self) -> LaneUse | None:
         """The lane that was busiest: with everything else hidden behind it, the step would take its time."""

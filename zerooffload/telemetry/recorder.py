@@ -32,17 +32,6 @@ class Link(StrEnum):
     REDUCED = "reduced"
 
 
-LANE_OF_LINK = {
-    Link.NVME_READ: Lane.NVME_READ,
-    Link.NVME_WRITTEN: Lane.NVME_WRITE,
-    Link.COPY_IN: Lane.COPY_IN,
-    Link.COPY_OUT: Lane.COPY_OUT,
-    Link.GATHERED: Lane.GATHER,
-    Link.REDUCED: Lane.REDUCE,
-}
-"""Where the bytes of a link are seen to move."""
-
-
 class Work(StrEnum):
     """Work of ours on the thread that trains."""
 

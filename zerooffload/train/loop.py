@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,12 +13,13 @@ from torch import nn
 
 import zerooffload as zo
 from zerooffload.accelerator import default_accelerator
+from zerooffload.entry import watch
 from zerooffload.errors import ConfigError
 from zerooffload.integrations.huggingface import ModelSource, build_model, load_model, load_tokenizer, model_config
 from zerooffload.integrations.huggingface.tokenizers import BYTES
 from zerooffload.machine import cache_folder
 from zerooffload.planner.activations import ActivationForecast, predict_activation_bytes
-from zerooffload.telemetry import StepReport, process_peak_bytes
+from zerooffload.telemetry import Listener, StepReport, process_peak_bytes
 from zerooffload.train.data import BatchOrder, Windows, open_tokens
 from zerooffload.train.process import give_freed_memory_back, resident_bytes_trimmed, warm_up
 from zerooffload.train.ranks import Ranks, joined_ranks
@@ -85,13 +86,21 @@ class Observer:
         """A step is done."""
 
 
-def train(recipe: Recipe, observer: Observer | None = None, *, resume: bool = False) -> TrainingResult:
+def train(
+    recipe: Recipe,
+    observer: Observer | None = None,
+    *,
+    resume: bool = False,
+    listeners: Sequence[Listener] = (),
+) -> TrainingResult:
     """Train as the recipe says. Whatever ends it, the tiers are left empty, but for steps that were committed.
 
     Parameters
     ----------
     resume : bool
         Go on from the newest step that the nvme paths hold.
+    listeners : Sequence[Listener]
+        Get what takes place in the steps.
 
     Under torchrun every rank calls it, trains on batches of its own, and keeps its shard of every state.
 
@@ -122,23 +131,25 @@ def train(recipe: Recipe, observer: Observer | None = None, *, resume: bool = Fa
     model = load_model(source, config)
     with joined_ranks(recipe.training.rank_timeout_seconds) as ranks, _offloaded(model, recipe):
         observer.announced(result)
-        _run(_Loop(model, windows, recipe, ranks), result, observer, resume=resume)
+        loop = _Loop(model, windows, recipe, ranks)
+        _begin(loop, result, observer, resume=resume)
+        with watch(model, listeners):
+            for record in loop.steps():
+                result.steps.append(record)
+                observer.finished_step(record)
+        result.heldout_after = loop.evaluate(observer, "after training")
         result.process_peak_bytes = process_peak_bytes()
     return result
 
 
-def _run(loop: _Loop, result: TrainingResult, observer: Observer, *, resume: bool) -> None:
-    """Evaluate, train, evaluate; a run that goes on was evaluated before."""
+def _begin(loop: _Loop, result: TrainingResult, observer: Observer, *, resume: bool) -> None:
+    """Evaluate; a run that goes on was evaluated before."""
     if resume:
         observer.doing("verifying what was committed")
         loop.resume()
         observer.resumed(loop.num_done)
     else:
         result.heldout_before = loop.evaluate(observer, "before training")
-    for record in loop.steps():
-        result.steps.append(record)
-        observer.finished_step(record)
-    result.heldout_after = loop.evaluate(observer, "after training")
 
 
 class _Loop:

@@ -30,9 +30,14 @@ class Ranks:
         return float(total) / self.world_size
 
 
+def this_rank() -> int:
+    """The place of this process among all, as torchrun says."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def is_first_rank() -> bool:
     """Whether this process is the one that speaks for all."""
-    return os.environ.get("RANK", "0") == "0"
+    return this_rank() == 0
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A run as one JSON object, for programs."""
+"""A run's account: one JSON object for programs, or a page for people."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import psutil
 import torch
 
 from zerooffload import __version__, native
-from zerooffload.errors import ConfigError
+from zerooffload.errors import ConfigError, InternalError
+from zerooffload.telemetry import StepPicture
+from zerooffload.train.html_report import html_report
 from zerooffload.train.loop import TrainingResult
 from zerooffload.train.summary import memory_account, seconds_by_cause, settled_steps, wear
 
@@ -54,8 +56,20 @@ def run_report(result: TrainingResult) -> dict[str, Any]:
     }
 
 
-def write_report(path: Path, result: TrainingResult) -> None:
+def is_page(path: Path) -> bool:
+    """Whether a report of this name is a page: it needs the last step's timeline."""
+    return path.suffix.lower() in (".html", ".htm")
+
+
+def write_report(path: Path, result: TrainingResult, last_step: StepPicture | None = None) -> None:
     """Write the report; the file appears whole or not at all.
+
+    Parameters
+    ----------
+    path : pathlib.Path
+        A page if its name ends in .html, JSON otherwise.
+    last_step : StepPicture, optional
+        What a page shows.
 
     Raises
     ------
@@ -63,8 +77,14 @@ def write_report(path: Path, result: TrainingResult) -> None:
         If it cannot be written.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    if not is_page(path):
+        text = json.dumps(run_report(result), indent=1) + "\n"
+    elif last_step is None:
+        raise InternalError("a page was asked for, and nobody followed the last step")
+    else:
+        text = html_report(result, last_step, machine())
     try:
-        part.write_text(json.dumps(run_report(result), indent=1) + "\n", encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)

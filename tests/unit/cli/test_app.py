@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.folders import leftovers
+from support.pages import read_page
+from support.trace_events import read_trace
 
 import zerooffload as zo
 from zerooffload.cli import app
@@ -48,6 +50,40 @@ def test_train_shows_the_run_and_writes_its_report(
     assert report["peak_bytes"]["host"] == report["planned_bytes"]["host"]
 
 
+def test_train_writes_a_timeline_of_its_first_steps_and_a_page_of_its_last(
+    run: Callable[..., tuple[int, str, str]], recipe_file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    page_file, trace_file = tmp_path / "report.html", tmp_path / "trace.json"
+    options = ("--report", page_file, "--trace", trace_file, "--trace-steps", 2)
+    code, out, err = run("train", recipe_file, "--set", "training.steps=4", *options)
+    assert (code, err) == (0, "")
+    assert f"report written to {page_file}" in out.replace("\n", "")
+    assert f"trace written to {trace_file}" in out.replace("\n", "")
+    trace = read_trace(trace_file)
+    # The evaluation before training is no step's.
+    assert [event["name"] for event in trace.lanes["step"]] == ["step 1", "step 2"]
+    assert trace.lanes["compute"][0]["ts"] >= trace.lanes["step"][0]["ts"]
+    page = read_page(page_file.read_text(encoding="utf-8"))
+    assert page.data["number"] == 4
+    assert len(page.data["losses"]) == 4
+    assert {"compute", "nvme read", "nvme write", "CPU update", "stall"} <= {
+        lane["lane"] for lane in page.data["lanes"]
+    }
+
+
+def test_losses_are_the_same_whoever_watches(
+    run: Callable[..., tuple[int, str, str]], recipe_file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    losses = []
+    for name, options in (("plain", ()), ("traced", ("--trace", tmp_path / "trace.json"))):
+        report = tmp_path / f"{name}.json"
+        assert run("train", recipe_file, "--set", "offload.overwrite=true", "--report", report, *options)[0] == 0
+        losses.append(json.loads(report.read_text())["losses"])
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
@@ -75,10 +111,11 @@ def test_a_users_error_is_one_message(
     assert err.startswith("error: ")
 
 
+@pytest.mark.parametrize("option", ["--report", "--trace"])
 def test_a_report_that_has_no_folder_is_found_before_training(
-    run: Callable[..., tuple[int, str, str]], recipe_file: Path
+    run: Callable[..., tuple[int, str, str]], recipe_file: Path, option: str
 ) -> None:
-    code, out, err = run("train", recipe_file, "--report", "/no/such/folder/report.json")
+    code, out, err = run("train", recipe_file, option, "/no/such/folder/report.json")
     assert (code, out) == (app.EXIT_USER_ERROR, "")
     assert "/no/such/folder is not a folder" in err
 

@@ -46,12 +46,13 @@ def test_it_is_the_last_step_with_what_is_known_of_it_later(make_report: Callabl
 def test_the_bound_is_the_lane_that_was_busiest_and_no_stall(make_report: Callable[..., StepReport]) -> None:
     last = LastStep()
     spans = [
-        span(0, 4, Lane.NVME_READ, 100),
+        span(-1, 2, Lane.NVME_READ, 9),
+        span(0.5, 4, Lane.NVME_READ, 100),
         span(1, 5, Lane.NVME_READ, 100),
         span(0, 4.5, Lane.COMPUTE),
         span(0, 10, Lane.STALL),
     ]
-    last.took(Batch(spans, [], Step(make_report(1, nvme_read=200, copy_in=0), 0, 10)))
+    last.took(Batch(spans, [], Step(make_report(1), 0, 10)))
     picture = last.picture()
     assert picture is not None
     bound = picture.bound()
