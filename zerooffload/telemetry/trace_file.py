@@ -55,6 +55,7 @@ class TraceFile:
         self._rank = rank
         self._steps_left = steps
         self._tracks: dict[tuple[str, str], Rows] = {}
+        self._held: dict[str, int] = {}
         self._tids: dict[tuple[tuple[str, str], int], int] = {}
         try:
             self._file = self.path.open("wb", buffering=0)
@@ -76,6 +77,7 @@ class TraceFile:
         if self._file.closed:
             return False
         events = [*self._span_events(batch.spans), *(self._level_event(level) for level in batch.levels)]
+        self._held.update({level.name: level.nbytes for level in batch.levels})
         if batch.step is not None:
             events += self._step_events(batch.step)
         try:
@@ -121,6 +123,8 @@ class TraceFile:
         span = Span(Lane.COMPUTE, f"step {report.step}", step.begin_seconds, step.end_seconds)
         args = {"seconds": report.seconds, "bytes_moved": dict(report.bytes_moved), "waits": dict(report.waits)}
         yield from self._slice((_STEP_TRACK, ""), 0, span, args)
+        # A viewer draws a level as far as the next one is told.
+        yield from (self._level_event(Level(step.end_seconds, name, nbytes)) for name, nbytes in self._held.items())
 
     def _slice(self, track: tuple[str, str], row: int, span: Span, args: dict[str, Any] | None) -> Iterator[str]:
         tid = self._tids.get((track, row))

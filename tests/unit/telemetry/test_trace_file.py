@@ -53,7 +53,7 @@ def test_steps_and_levels_are_shown(tmp_path: Path, make_report: Callable[..., S
     assert (step["name"], step["ts"], step["dur"], step["pid"]) == ("step 3", 1e6, 1e6, 2)
     assert step["args"]["bytes_moved"] == {"nvme_read": 8}
     assert step["args"]["waits"] == {"state read": 0.25}
-    assert trace.counters == {"memory: host": [(1.5e6, 77)]}
+    assert trace.counters == {"memory: host": [(1.5e6, 77), (2e6, 77)]}
     assert trace.process == "zerooffload rank 2"
 
 
