@@ -38,10 +38,10 @@ class StepReport:
     seconds : float
         Wall time.
     bytes_moved : Mapping[str, int]
-        Bytes by link: "nvme_read", "nvme_written", "copy_in", "copy_out".
+        Bytes by link: "nvme_read", "nvme_written", "copy_in", "copy_out", "gathered", "reduced".
     waits, work : Mapping[str, float]
-        Seconds in which the training thread stood waiting, by cause, and did work of ours, by kind. The rest of
-        `seconds` is the model's own compute and the user's loop.
+        Seconds in which the training thread stood waiting, by cause, and did work of ours, by kind, without the waits
+        and other work inside it. The rest of `seconds` is the model's own compute and the user's loop.
     hidden_work : Mapping[str, float]
         Seconds of work of ours on threads beside the training thread, by kind.
     tiers : tuple[TierUsage, ...]
