@@ -27,6 +27,7 @@ _log = logging.getLogger("zerooffload")
 _STEP_TRACK = "step"
 _ORDER = {name: order for order, name in enumerate([_STEP_TRACK, *Lane])}
 _CLOSING = b"\n]\n"
+_TRACKS_OF_A_RANK = 1000
 
 
 def path_of_rank(path: Path, rank: int) -> Path:
@@ -129,7 +130,8 @@ class TraceFile:
     def _slice(self, track: tuple[str, str], row: int, span: Span, args: dict[str, Any] | None) -> Iterator[str]:
         tid = self._tids.get((track, row))
         if tid is None:
-            tid = self._tids[track, row] = len(self._tids) + 1
+            # No two ranks have one in common: Perfetto takes threads for those of a whole machine.
+            tid = self._tids[track, row] = _TRACKS_OF_A_RANK * self._rank + len(self._tids) + 1
             lane, thread = track
             name = lane + (f" of {thread}" if thread else "") + (f" ({row + 1})" if row else "")
             # Lanes in their order; in a lane, what other threads do behind what the one that trains does.

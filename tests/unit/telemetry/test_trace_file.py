@@ -55,6 +55,8 @@ def test_steps_and_levels_are_shown(tmp_path: Path, make_report: Callable[..., S
     assert step["args"]["waits"] == {"state read": 0.25}
     assert trace.counters == {"memory: host": [(1.5e6, 77), (2e6, 77)]}
     assert trace.process == "zerooffload rank 2"
+    # Unlike any of another rank: files of several are joined.
+    assert step["tid"] == 2001
 
 
 def test_the_file_is_whole_at_any_time(tmp_path: Path) -> None:
