@@ -106,12 +106,12 @@ def _lane_table(picture: StepPicture) -> str:
             f"<tr{mark}>"
             f'<td><span class="chip {style}"></span>{escape(use.lane.value)}{" (the bound)" if is_bound else ""}</td>'
             f'<td class="number">{format_seconds(use.busy_seconds)}</td><td class="number">{part:.1%}</td>'
-            f'<td style="width:28%">{meter}</td>'
+            f'<td class="bar">{meter}</td>'
             f'<td class="number">{format_bytes(use.nbytes) if use.nbytes else ""}</td>'
             f'<td class="number">{f"{rate / 1e9:.2f} GB/s" if rate else ""}</td></tr>'
         )
     head = (
-        '<tr><th>lane</th><th class="number">busy</th><th class="number">of the step</th><th></th>'
+        '<tr><th>lane</th><th class="number">busy</th><th class="number">of the step</th><th class="bar"></th>'
         '<th class="number">moved</th><th class="number">rate</th></tr>'
     )
     return f"<table>{head}{''.join(rows)}</table>{_left_out(picture)}"
