@@ -126,7 +126,7 @@ class Scenario:
     def settings(self, root: Path, **fields: Any) -> zo.OffloadConfig:
         """Of this run in a folder."""
         bounds = {"host_memory": "16MiB", "nvme_space": "16MiB", "threads": 1, "nvme_paths": self.paths(root)}
-        return zo.OffloadConfig(**{**bounds, **self.config, **fields})
+        return zo.OffloadConfig(**{"update": "after_backward", **bounds, **self.config, **fields})
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ SETTINGS: dict[str, Any] = {
     **dict.fromkeys(("params", "optimizer", "gradients"), "nvme"),
     "host_memory": "32MiB",
     "overwrite": False,
+    # What a test does to the drive in step() is met there.
+    "update": "after_backward",
 }
 
 

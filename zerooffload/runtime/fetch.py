@@ -113,7 +113,9 @@ class Fetcher:
         if source is not None:
             target = target[: source.numel()]
             name = f"{home.name} #{chunk}"
-            fetch.last_copy = self._transfers.to_device(target, source, fetch.refill_after, Wait.RANGE_REFILL, name=name)
+            fetch.last_copy = self._transfers.to_device(
+                target, source, fetch.refill_after, Wait.RANGE_REFILL, name=name
+            )
         elif self._accelerator.shares_host_memory:
             fetch.direct_reads.append(home.read(chunk, target))
         else:
