@@ -113,7 +113,9 @@ def train(
     recipe, paths = scenario.recipe, [folder / f"drive-{number}" for number in range(scenario.num_paths)]
     for path in paths:
         path.mkdir(exist_ok=True)
-    model = offload_prepared(recipe, environment, **{"update": "after_backward", "overwrite": False, "nvme_paths": paths, **scenario.config})
+    model = offload_prepared(
+        recipe, environment, **{"update": "after_backward", "overwrite": False, "nvme_paths": paths, **scenario.config}
+    )
     try:
         optimizer = OPTIMIZERS[recipe.algorithm](recipe.groups(model), lr=recipe.learning_rate, **recipe.options)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.schedule or (lambda _: 1.0))

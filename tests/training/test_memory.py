@@ -94,7 +94,7 @@ class Formula:
         return self.commits * up(72 + up(num_chunks, 8) + 8 * num_chunks + 131_072, PAGE)
 
     def rings(self) -> int:
-        """Four slots and more for what the update cannot address, two for gradients on their way."""
+        """Four slots and more for what the update cannot address, four for parameters and two for gradients on their way."""
         full = max(self.chunks(max(self.flats)))
         far = [width for home, width in self.states if home == "nvme" or (self.on_device and home == "device")]
         if all(home == "device" for home, _ in self.states):
@@ -107,7 +107,8 @@ class Formula:
         if self.gradients == "nvme" or (self.on_device and self.gradients == "host"):
             arriving = self.on_device * up(self.widths.arriving * full, PAGE)
             gradient_slot = arriving + (self.gradients == "nvme") * up(self.widths.gradient * full, PAGE)
-        return num_slots * slot + 2 * gradient_slot
+        param_slot = up(self.widths.param * full, PAGE) if self.on_device and self.params == "nvme" else 0
+        return num_slots * slot + 4 * param_slot + 2 * gradient_slot
 
     def windows(self) -> int:
         """All parameters that move, and two of the largest gradient buffers that collect."""

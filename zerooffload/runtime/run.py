@@ -283,14 +283,14 @@ class Run:
             # From here on nothing can be undone.
             before = None
             written = self._updating.hide(left, self._schedule.forward_order())
-            for update in planned:
-                update.count()
-            self._num_steps += 1
-            if commits is not None:
-                commits.begin(self._num_steps, state, written)
         except BaseException as error:
             self._end_half_way(error, before)
             raise
+        for update in planned:
+            update.count()
+        self._num_steps += 1
+        if commits is not None:
+            commits.begin(self._num_steps, state, written)
         self._updating.step_is_over()
         self._make_report()
 

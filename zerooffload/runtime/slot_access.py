@@ -7,12 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
-from zerooffload.errors import TierIOError
 from zerooffload.runtime.resources import Parts
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.unit import UnitFlat
-from zerooffload.telemetry import Wait, Waitable
+from zerooffload.telemetry import Wait, Waitable, wait_in_turn
 from zerooffload.tiers import Block, Space, StagingRing
 
 Views = Mapping[str, torch.Tensor]
@@ -83,27 +82,17 @@ class SlotAccess:
         record = slot.take(block.layout.file_nbytes(chunk))
         in_flight: list[Waitable] = [block.read(chunk, record)]
         try:
-            self._finish(Wait.STATE_READ, in_flight)
+            wait_in_turn(self._parts.waits, Wait.STATE_READ, in_flight)
             yield block.layout.split(chunk, record)
             if update:
                 self.num_changed += 1
                 in_flight = [item.write(chunk, record) for item in (block, block.mirror) if item is not None]
-                self._finish(Wait.STATE_WRITE, in_flight)
+                wait_in_turn(self._parts.waits, Wait.STATE_WRITE, in_flight)
                 accelerator = self._parts.accelerator
                 copied = accelerator.record(accelerator.copy_in)
                 self._parts.waits.order(Wait.STATE_COPY, accelerator.compute, copied)
         finally:
             self._ring.release(slot, in_flight)
-
-    def _finish(self, cause: Wait, in_flight: list[Waitable]) -> None:
-        """Wait for each. What failed is told once, and not to whoever gets the slot next."""
-        while in_flight:
-            try:
-                self._parts.waits.until(cause, in_flight[0])
-            except TierIOError:
-                del in_flight[0]
-                raise
-            del in_flight[0]
 
     def copy_again(self, block: Block) -> None:
         """What is in memory was changed there: let the copy on files, if there is one, follow."""
@@ -119,7 +108,7 @@ class SlotAccess:
         try:
             copy[: record.numel()].copy_(record)
             in_flight.append(mirror.write(chunk, copy))
-            self._finish(Wait.STATE_WRITE, in_flight)
+            wait_in_turn(self._parts.waits, Wait.STATE_WRITE, in_flight)
         finally:
             self._ring.release(slot, in_flight)
 

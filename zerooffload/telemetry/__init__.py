@@ -7,7 +7,7 @@ from zerooffload.telemetry.report import StepReport, TierUsage
 from zerooffload.telemetry.spans import Lane, Span
 from zerooffload.telemetry.timeline import Batch, Level, Listener, Step, Timeline
 from zerooffload.telemetry.trace_file import TraceFile
-from zerooffload.telemetry.waits import Wait, Waitable, Waits, wait_for_all
+from zerooffload.telemetry.waits import Wait, Waitable, Waits, wait_for_all, wait_in_turn
 
 __all__ = [
     "Batch",
@@ -32,4 +32,5 @@ __all__ = [
     "process_peak_bytes",
     "process_resident_bytes",
     "wait_for_all",
+    "wait_in_turn",
 ]

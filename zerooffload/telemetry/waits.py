@@ -77,6 +77,19 @@ class Waits:
         stream.wait(event)
 
 
+def wait_in_turn(waits: Waits, cause: Wait, waitables: list[Waitable]) -> None:
+    """Wait for each and take it from the list. One that failed is told once, to the caller; those behind it stay."""
+    while waitables:
+        try:
+            waits.until(cause, waitables[0])
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            del waitables[0]
+            raise
+        del waitables[0]
+
+
 def wait_for_all(waits: Waits, cause: Wait, waitables: Iterable[Waitable]) -> None:
     """Wait for each, also when one fails: memory may be given back only when nothing is in flight to it.
 
