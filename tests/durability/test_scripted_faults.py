@@ -30,6 +30,7 @@ SETTINGS: dict[str, Any] = {
     "host_memory": "16MiB",
     "device_memory": "120KiB",
     "overwrite": False,
+    "update": "after_backward",
 }
 DURABLE: dict[str, Any] = {"params": "host", "optimizer": "host", "gradients": "nvme", "durable": True}
 """States in memory are updated in place, so an update that fails cannot be undone."""

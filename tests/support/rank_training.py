@@ -138,7 +138,8 @@ def offload_config(folder: str, homes: Homes, **fields: Any) -> zo.OffloadConfig
     """Homes by name, and one thread."""
     params, optimizer, gradients = homes
     given = {"params": params, "optimizer": optimizer, "gradients": gradients, "nvme_paths": [folder]}
-    return zo.OffloadConfig(**{"host_memory": "32MiB", "threads": 1, "overwrite": True, **given, **fields})
+    defaults = {"host_memory": "32MiB", "threads": 1, "overwrite": True, "update": "after_backward"}
+    return zo.OffloadConfig(**{**defaults, **given, **fields})
 
 
 def whole_params(model: nn.Module) -> dict[str, torch.Tensor]:

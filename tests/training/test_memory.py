@@ -94,7 +94,7 @@ class Formula:
         return self.commits * up(72 + up(num_chunks, 8) + 8 * num_chunks + 131_072, PAGE)
 
     def rings(self) -> int:
-        """Four slots and more for what the update cannot address, four for parameters and two for gradients on their way."""
+        """Four slots and more for what the update cannot address; on their way: four of parameters, two of gradients."""
         full = max(self.chunks(max(self.flats)))
         far = [width for home, width in self.states if home == "nvme" or (self.on_device and home == "device")]
         if all(home == "device" for home, _ in self.states):
