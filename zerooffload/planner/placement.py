@@ -38,6 +38,8 @@ NUM_STAGING_SLOTS = 4
 NUM_PARAMETER_SLOTS = 4
 """Three chunks being read, one being copied to the device."""
 NUM_GRADIENT_SLOTS = 2
+NUM_GRADIENT_SLOTS_OF_A_DEVICE = 4
+"""One being copied down, one joined with its home, two being written."""
 JOURNAL_HOLDER = "journal"
 
 
@@ -165,6 +167,11 @@ class Placement:
     commits_steps: bool = False
 
     @property
+    def num_gradient_slots(self) -> int:
+        """Slots of the gradients' staging ring."""
+        return NUM_GRADIENT_SLOTS if self.reach.device_shares_host else NUM_GRADIENT_SLOTS_OF_A_DEVICE
+
+    @property
     def num_staged_chunks(self) -> int:
         """Chunks that an update brings to host memory from files."""
         flats = [flat for unit in self.units for flat in unit.flats if flat.optimizer is not None]
@@ -192,7 +199,7 @@ class Placement:
                         totals[tier, holder] = totals.get((tier, holder), 0) + nbytes
         totals[TierName.HOST, "staging ring"] = ring_nbytes(NUM_STAGING_SLOTS, self.slot_nbytes)
         totals[TierName.HOST, "parameter staging"] = ring_nbytes(NUM_PARAMETER_SLOTS, self.param_slot_nbytes)
-        totals[TierName.HOST, "gradient staging"] = ring_nbytes(NUM_GRADIENT_SLOTS, self.gradient_slot_nbytes)
+        totals[TierName.HOST, "gradient staging"] = ring_nbytes(self.num_gradient_slots, self.gradient_slot_nbytes)
         if self.commits_steps:
             totals[TierName.HOST, JOURNAL_HOLDER] = record_capacity(self.num_kept_chunks)
             totals[TierName.NVME, JOURNAL_HOLDER] = NUM_RECORDS * record_capacity(self.num_kept_chunks)

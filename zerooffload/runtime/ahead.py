@@ -22,6 +22,8 @@ from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 class AheadUpdates:
     """Begins updates ahead in a backward that is expected to be the last before the step.
 
+    Gradients may be complete when the thread that trains is through with the backward, and on another thread.
+
     Parameters
     ----------
     optimizers : callable
@@ -47,9 +49,9 @@ class AheadUpdates:
         self._urgency: dict[UnitFlat, int] = {}
         self._square_sum = 0.0
 
-    def begin_backward(self, order: Sequence[Unit]) -> None:
+    def begin(self, order: Sequence[Unit]) -> None:
         """One begins that is expected to be the last; `order` is that of the units in the next forward."""
-        self.end_backward()
+        self.end()
         optimizers = self._optimizers()
         # With several, each step() is one of its own.
         if len(optimizers) == 1 and isinstance(optimizers[0], OffloadedOptimizer):
@@ -58,23 +60,24 @@ class AheadUpdates:
         self._urgency = {part: position for position, part in enumerate(flats)}
         self._square_sum = 0.0
 
-    def end_backward(self) -> None:
+    def end(self) -> None:
         """No further update begins."""
         self._scalars_of = None
 
     def gradient_is_complete(self, part: UnitFlat, training: TrainingStates) -> None:
         """All of a flat's gradients of this backward are home, or on their way to files."""
-        if self._scalars_of is None or not _has_second_places(part, training):
+        scalars_of = self._scalars_of
+        if scalars_of is None or not _has_second_places(part, training):
             return
         if math.isfinite(self.expected_max_norm):
             self._square_sum += sum(float(sums.sum()) for sums in self._landing.square_sums(part, training))
         if math.sqrt(self._square_sum) * abs(self.expected_factor) > self.expected_max_norm:
             # The step will clip: from here on nothing would be right.
-            self.end_backward()
+            self.end()
             self._queue.drop_ahead()
             return
         expected = (
-            self._scalars_of(param, training.steps[index] + 1, self.expected_factor) if training.held[index] else None
+            scalars_of(param, training.steps[index] + 1, self.expected_factor) if training.held[index] else None
             for index, param in enumerate(part.flat.params)
         )
         update = FlatUpdate(part, training, tuple(expected))

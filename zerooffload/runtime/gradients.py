@@ -22,13 +22,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
 from torch import nn
 
 from zerooffload.accelerator import DeviceRange
-from zerooffload.errors import BudgetError, ConfigError, InternalError
+from zerooffload.errors import BudgetError, ConfigError, InternalError, TierIOError
 from zerooffload.formats import format_bytes
 from zerooffload.runtime.landing import Landing, zero_absent
 from zerooffload.runtime.reduction_order import ReductionOrder
@@ -81,7 +82,7 @@ class GradientPath:
         self._changed = changed
         self._is_complete = is_complete
         self._come: dict[UnitFlat, set[int]] = {}
-        self._told: set[UnitFlat] = set()
+        self._whole: set[UnitFlat] = set()
         self._free_nbytes = window_nbytes
         self._collectives = collectives
         self._units = units
@@ -134,7 +135,6 @@ class GradientPath:
             else:
                 self._collect(part, training, index, grad)
         param.grad = OffloadedGradient(param)
-        self._landing.advance()
 
     def end_backward(self) -> None:
         """Backward is over: send what has gathered, and show what is held."""
@@ -148,22 +148,30 @@ class GradientPath:
                 for param, held in zip(part.flat.params, training.held, strict=True):
                     if held and param.grad is None:
                         param.grad = OffloadedGradient(param)
-        self._landing.finish()
         for unit in self._begun:
             for part, training in trainable(unit):
-                if any(training.held):
-                    self._tell_complete(part, training)
+                if any(training.held) and part not in self._whole:
+                    self._landing.call(partial(self._is_complete, part, training))
         self._forget_backward()
 
     def _forget_backward(self) -> None:
         self._begun.clear()
         self._come.clear()
-        self._told.clear()
+        self._whole.clear()
 
-    def _tell_complete(self, part: UnitFlat, training: TrainingStates) -> None:
-        if part not in self._told:
-            self._told.add(part)
-            self._is_complete(part, training)
+    def settle(self) -> None:
+        """Return when the gradients of the backwards before have joined those at home.
+
+        Raises
+        ------
+        TierIOError
+            If they could not.
+        """
+        try:
+            self._landing.finish()
+        except BaseException as error:
+            self._lose(error, [part for unit in self._units for part, _ in trainable(unit)])
+            raise
 
     def abandon_backward(self) -> None:
         """A backward raised: drop what was gathering, and remember which gradients it left."""
@@ -224,6 +232,9 @@ class GradientPath:
     def discard(self, part: UnitFlat, index: int) -> None:
         """Forget a parameter's gradient."""
         if part.training is not None:
+            with suppress(TierIOError):
+                # What could not be brought home is not wanted.
+                self._landing.finish()
             part.training.held[index] = False
             part.training.grad_factors[index] = 1.0
             self._landing.forget_sums(part)
@@ -256,7 +267,8 @@ class GradientPath:
         come = self._come.setdefault(part, set())
         come.add(index)
         if len(come) == len(part.flat.params):
-            self._tell_complete(part, training)
+            self._whole.add(part)
+            self._is_complete(part, training)
 
     def _collect(self, part: UnitFlat, training: TrainingStates, index: int, grad: torch.Tensor) -> None:
         collection = self._open.get(id(part)) or self._open_collection(part, training)
@@ -322,7 +334,10 @@ class GradientPath:
             self._held_before[id(part)] = list(collection.training.held)
             self._arrived[id(part)] = arrived
             arrived = set(range(len(layout.slots)))
-        is_whole = len(collection.arrived) == len(collection.views)
+        then: Callable[[], None] | None = None
+        if len(collection.arrived) == len(collection.views):
+            self._whole.add(part)
+            then = partial(self._is_complete, part, collection.training)
         # Before anything is in flight: the memory must be waited for also if sending fails half-way.
         self._leaving.append(collection)
         shard = part.shard_of(collection.memory.tensor)
@@ -332,7 +347,7 @@ class GradientPath:
             shard,
             arrived,
             using=collection.leaving,
-            then=partial(self._tell_complete, part, collection.training) if is_whole else None,
+            then=then,
         )
 
     def _give_back_oldest(self) -> None:

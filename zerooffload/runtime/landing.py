@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from zerooffload.accelerator import Event
 from zerooffload.optim.kernels import Kernels
+from zerooffload.runtime.copy_down import CopyDown
 from zerooffload.sharding.unit import TrainingStates, UnitFlat
 from zerooffload.telemetry import Recorder, Wait, Waitable, Waits, Work, wait_for_all
 from zerooffload.tiers import Space, StagingRing, StagingSlot, Transfers
@@ -23,6 +23,7 @@ class _Departure:
     training: TrainingStates
     arrived: frozenset[int]
     held_before: tuple[bool, ...]
+    held_after: tuple[bool, ...]
     factors_before: tuple[float, ...]
 
     def is_whole(self, span: tuple[int, int]) -> bool:
@@ -35,18 +36,6 @@ class _Departure:
     def holds_any(self, span: tuple[int, int]) -> bool:
         """Whether a chunk's home held the gradient of any parameter."""
         return any(held for _, _, held in _overlaps(self.part, span, self.held_before))
-
-
-@dataclass(frozen=True)
-class _Copying:
-    """A chunk on its way from the device into a staging slot."""
-
-    departure: _Departure
-    chunk: int
-    content: torch.Tensor
-    slot: StagingSlot
-    copied: Event
-    then: Callable[[], None] | None
 
 
 class Landing:
@@ -78,7 +67,7 @@ class Landing:
         self._transfers = transfers
         self._waits = waits
         self._recorder = recorder
-        self._copying: deque[_Copying] = deque()
+        self._down = CopyDown(ring, transfers, waits, recorder.in_background)
         self._writes: dict[tuple[int, int], Waitable] = {}
         self._sums: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -92,7 +81,7 @@ class Landing:
         using: list[Waitable],
         then: Callable[[], None] | None = None,
     ) -> None:
-        """Send the gradients `arrived` of a flat home from `memory`, uint8 on the device.
+        """Send home the gradients `arrived` of a flat from `memory`, uint8 on the device, given to compute so far.
 
         Parameters
         ----------
@@ -101,42 +90,43 @@ class Landing:
         then : callable, optional
             Called when all of them have joined their home, or are on their way from host memory to files.
         """
-        departure = _Departure(part, training, frozenset(arrived), tuple(training.held), tuple(training.grad_factors))
+        held_before, factors_before = tuple(training.held), tuple(training.grad_factors)
         for index in arrived:
             training.held[index] = True
             training.grad_factors[index] = 1.0
+        departure = _Departure(part, training, frozenset(arrived), held_before, tuple(training.held), factors_before)
+        computed = None if self._shares_host_memory else self._transfers.compute_done()
         # What leaves lies like the parameters, whatever dtype the home holds.
         layout = part.home.layout
         for chunk in range(layout.num_chunks):
             offset = layout.record_offset(chunk)
             content = memory[offset : offset + layout.file_nbytes(chunk)]
-            if self._shares_host_memory:
+            if computed is None:
                 using += self._join(departure, chunk, content, None)
             else:
-                last = then if chunk == layout.num_chunks - 1 else None
-                using.append(self._copy_out(departure, chunk, content, last))
-        if then is not None and (self._shares_host_memory or not layout.num_chunks):
-            then()
+                name = f"{training.gradient.name} #{chunk}"
+                using.append(self._down.send(content, computed, name, partial(self._join, departure, chunk)))
+        if then is not None:
+            self.call(then)
 
-    def advance(self) -> None:
-        """Join what has come from the device by now."""
-        while self._copying and self._copying[0].copied.done():
-            self._join_first()
+    def call(self, action: Callable[[], None]) -> None:
+        """Call `action` when what was sent so far has joined its home, or is on its way from host memory to files."""
+        if self._shares_host_memory:
+            action()
+        else:
+            self._down.call(action)
 
     def write_of(self, part: UnitFlat, chunk: int) -> Waitable | None:
         """The write of a chunk's gradient to its home, if there is one that nobody has waited for."""
         return self._writes.get((id(part), chunk))
 
     def finish(self) -> None:
-        """Join everything that was sent; writes may still be under way."""
-        while self._copying:
-            self._join_first()
+        """Return when everything that was sent has joined its home; writes may still be under way."""
+        self._down.finish()
 
     def abandon(self) -> None:
         """Drop what is on its way from the device."""
-        while self._copying:
-            item = self._copying.popleft()
-            self._ring.release(item.slot, [item.copied])
+        self._down.abandon()
 
     def drain(self) -> None:
         """Wait until everything is home."""
@@ -180,29 +170,6 @@ class Landing:
             return self._host_kernels.square_sums(elements)
         finally:
             self._ring.release(slot)
-
-    def _copy_out(
-        self, departure: _Departure, chunk: int, source: torch.Tensor, then: Callable[[], None] | None
-    ) -> Event:
-        if not self._ring.num_free:
-            self._join_first()
-        slot = self._ring.acquire(self._waits)
-        content = slot.take(source.numel())
-        name = f"{departure.training.gradient.name} #{chunk}"
-        copied = self._transfers.to_host(content, source, Wait.GRADIENT_COMPUTED, name)
-        self._copying.append(_Copying(departure, chunk, content, slot, copied, then))
-        return copied
-
-    def _join_first(self) -> None:
-        item = self._copying.popleft()
-        leaving: list[Waitable] = [item.copied]
-        try:
-            self._waits.until(Wait.GRADIENT_COPY, item.copied)
-            leaving = self._join(item.departure, item.chunk, item.content, item.slot)
-        finally:
-            self._ring.release(item.slot, leaving)
-        if item.then is not None:
-            item.then()
 
     def _join(
         self, departure: _Departure, chunk: int, content: torch.Tensor, slot: StagingSlot | None
@@ -271,7 +238,7 @@ class Landing:
         """Send a joined chunk home, normed if it is not yet."""
         key, span = (id(departure.part), chunk), departure.part.chunk_span(chunk)
         if key not in self._sums:
-            zero_absent(departure.part, span, elements, departure.training.held)
+            zero_absent(departure.part, span, elements, departure.held_after)
             with self._recorder.working(Work.GRADIENT_NORM, departure.part.flat.layout.name):
                 self._sums[key] = self._host_kernels.square_sums(elements)
         earlier = self._writes.pop(key, None)
@@ -294,7 +261,7 @@ class Landing:
     ) -> torch.Tensor:
         """Join a whole chunk's `source` with `target`, and sum the squares, in one pass."""
         for elements in (target, source):
-            zero_absent(departure.part, span, elements, departure.training.held)
+            zero_absent(departure.part, span, elements, departure.held_after)
         kernels = self._host_kernels
         return (kernels.add if departure.holds_any(span) else kernels.replace)(target, source)
 
@@ -312,9 +279,7 @@ class Landing:
                 target.copy_(source)
 
 
-def _overlaps(
-    part: UnitFlat, span: tuple[int, int], flags: tuple[bool, ...] | list[bool]
-) -> list[tuple[int, slice, bool]]:
+def _overlaps(part: UnitFlat, span: tuple[int, int], flags: Sequence[bool]) -> list[tuple[int, slice, bool]]:
     """The parameters in a chunk: index, place counted from the chunk's start, flag."""
     start, stop = span
     return [
@@ -324,7 +289,7 @@ def _overlaps(
     ]
 
 
-def zero_absent(part: UnitFlat, span: tuple[int, int], elements: torch.Tensor, held: list[bool]) -> None:
+def zero_absent(part: UnitFlat, span: tuple[int, int], elements: torch.Tensor, held: Sequence[bool]) -> None:
     """Zero what belongs to no held gradient, padding included, so that it adds nothing to the norm."""
     position = 0
     for _, place, is_held in _overlaps(part, span, held):

@@ -18,7 +18,7 @@ from zerooffload.journal.history import NUM_RECORDS
 from zerooffload.machine import available_host_bytes, host_memory_bytes, ranks_of_this_machine
 from zerooffload.memory import Budget, Lease
 from zerooffload.planner.admission import AnnouncedPlan, Limits
-from zerooffload.planner.placement import JOURNAL_HOLDER, NUM_GRADIENT_SLOTS, NUM_PARAMETER_SLOTS, NUM_STAGING_SLOTS
+from zerooffload.planner.placement import JOURNAL_HOLDER, NUM_PARAMETER_SLOTS, NUM_STAGING_SLOTS
 from zerooffload.runtime.commits import Commits
 from zerooffload.runtime.storage import Storage
 from zerooffload.runtime.update_queue import UpdateQueue
@@ -169,7 +169,7 @@ class Resources:
                 "parameter staging", NUM_PARAMETER_SLOTS, placement.param_slot_nbytes, parts
             )
             self.gradient_ring = self._make_ring(
-                "gradient staging", NUM_GRADIENT_SLOTS, placement.gradient_slot_nbytes, parts
+                "gradient staging", placement.num_gradient_slots, placement.gradient_slot_nbytes, parts
             )
             if self.nvme is not None:
                 for ring in self._rings:

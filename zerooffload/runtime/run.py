@@ -246,7 +246,7 @@ class Run:
 
     def _moments(self) -> Owner:
         updating = self._updating
-        return Owner(self._check_usable, self._training_begins, updating.backward_begins, updating.backward_ended)
+        return Owner(self._check_usable, self._training_begins, updating.backward_begins, updating.backward_raised)
 
     def _training_begins(self) -> None:
         if self._random_at_forward is not None:

@@ -28,14 +28,14 @@ class Owner:
         A forward of the whole model begins that may be trained on.
     backward_begins : callable
         The first gradient of a backward is there; given the units in the order of the next training forward.
-    backward_ended : callable
-        All gradients of a backward are on their way, or it raised.
+    backward_raised : callable
+        Its gradients are those of a part of the model.
     """
 
     check: Callable[[], None]
     training_begins: Callable[[], None]
     backward_begins: Callable[[Sequence[Unit]], None]
-    backward_ended: Callable[[], None]
+    backward_raised: Callable[[], None]
 
 
 class Schedule:
@@ -142,7 +142,6 @@ class Schedule:
         self._gradients.end_backward()
         self._close_backward()
         self._order.end()
-        self._owner.backward_ended()
 
     def forward_order(self) -> list[Unit]:
         """The units in the order of their first use in the training forward that is expected."""
@@ -167,6 +166,7 @@ class Schedule:
         self._backward_is_open = True
         self._order.begin(Pass.BACKWARD)
         at_end_of_backward(self.end_backward)
+        self._gradients.settle()
         self._owner.backward_begins(self.forward_order())
 
     def _close_backward(self) -> None:
@@ -191,7 +191,7 @@ class Schedule:
         if self._backward_is_open:
             self._close_backward()
             self._gradients.abandon_backward()
-            self._owner.backward_ended()
+            self._owner.backward_raised()
         self._gradients.check_whole()
 
     def _forget_interrupted_forward(self) -> None:

@@ -53,11 +53,13 @@ class Updating:
         self._queue.finish()
         self._backwards.begin()
         if self._mode.goes_ahead and self._backwards.is_last_expected():
-            self._ahead.begin_backward(forward_order)
+            self._ahead.begin(forward_order)
+        else:
+            self._ahead.end()
 
-    def backward_ended(self) -> None:
-        """No gradient of it is left to come."""
-        self._ahead.end_backward()
+    def backward_raised(self) -> None:
+        """There will be no step of its gradients."""
+        self._ahead.end()
 
     def gradients_are_unscaled(self, factor: float) -> None:
         """A scaler multiplies the gradients of the step."""
@@ -93,6 +95,7 @@ class Updating:
 
     def hide(self, updates: Sequence[FlatUpdate], forward_order: Sequence[Unit]) -> Jobs:
         """Let updates go on behind the training thread; what can be waited for until they are home."""
+        self._ahead.end()
         left = {update.part: update for update in self._queue.take_ahead(updates)}
         in_order = (part for unit in forward_order for part in unit.parts)
         self._queue.begin([left[part] for part in in_order if part in left])

@@ -32,6 +32,8 @@ class Wait(StrEnum):
     """A copy from the device, until compute has written its source."""
     GRADIENT_COPY = "gradient copy"
     """The host, until a gradient's copy from the device is done."""
+    GRADIENT_LANDING = "gradient landing"
+    """Whoever uses gradients, until those on their way from the device are joined with their homes."""
     GRADIENT_READ = "gradient read"
     """Accumulation, until the gradient held on a file is read."""
     GRADIENT_WRITE = "gradient write"

@@ -16,13 +16,21 @@ class Transfers:
         self._waits = waits
         self._recorder = recorder
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor, produced: Wait, name: str = "") -> Event:
-        """Copy what compute has written (or will, by what it was given so far) to host memory.
+    def to_host(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        produced: Wait,
+        name: str = "",
+        *,
+        computed: Event | None = None,
+    ) -> Event:
+        """Copy what compute has written at `computed` (default: by what it was given so far) to host memory.
 
         `name` is what timelines show.
         """
         accelerator = self._accelerator
-        self._waits.order(produced, accelerator.copy_out, accelerator.record(accelerator.compute))
+        self._waits.order(produced, accelerator.copy_out, computed or self.compute_done())
         with self._recorder.on_stream(Lane.COPY_OUT, accelerator.copy_out, name or "copy", target.nbytes):
             accelerator.copy(accelerator.copy_out, target, source)
         self._recorder.moved(Link.COPY_OUT, target.nbytes)

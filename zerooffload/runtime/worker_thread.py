@@ -1,0 +1,88 @@
+"""A thread that lives while there is work."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+
+class WorkerThread:
+    """Runs `work` behind the thread that trains, again and again while `has_work` says so.
+
+    Parameters
+    ----------
+    name : str
+    work : callable
+        Returns when there is nothing to do.
+    has_work : callable
+        Asked with `changed` held.
+    failed : callable
+        Told what `work` raised; afterwards the thread ends.
+    in_background : callable
+        Makes a context in which the thread works.
+
+    Attributes
+    ----------
+    changed : threading.Condition
+        Guards what is to be done; notified when the thread ends. Reentrant.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[], None],
+        *,
+        has_work: Callable[[], bool],
+        failed: Callable[[BaseException], None],
+        in_background: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self._name = name
+        self._work = work
+        self._has_work = has_work
+        self._failed = failed
+        self._in_background = in_background
+        self._thread: threading.Thread | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the thread works."""
+        return self._thread is not None
+
+    def wake(self) -> None:
+        """See to it that what there is to do is done."""
+        with self.changed:
+            if self._thread is not None or not self._has_work():
+                return
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                self._thread.start()
+            except RuntimeError:
+                # The system has no thread left: it is done at once.
+                self._thread = None
+        if self._thread is None:
+            self._run()
+
+    def wait_idle(self) -> None:
+        """Return when the thread does nothing."""
+        with self.changed:
+            self.changed.wait_for(lambda: self._thread is None)
+
+    def _run(self) -> None:
+        try:
+            with self._in_background():
+                while True:
+                    self._work()
+                    with self.changed:
+                        if not self._has_work():
+                            self._end()
+                            return
+        except BaseException as error:  # noqa: BLE001 - raised by who waits
+            with self.changed:
+                self._failed(error)
+                self._end()
+
+    def _end(self) -> None:
+        self._thread = None
+        self.changed.notify_all()
