@@ -123,11 +123,14 @@ class Fetcher:
             self._waits.order(Wait.RANGE_REFILL, self._accelerator.copy_in, fetch.refill_after)
             fetch.num_staged += 1
             self._queue.append(_StagedRead(fetch, home, chunk, target))
-            self.advance()
+            self._advance_staged()
 
     def advance(self) -> None:
         """Do what can be done without waiting."""
         self._begin_updated()
+        self._advance_staged()
+
+    def _advance_staged(self) -> None:
         self._issue()
         while self._reading and self._reading[0].ticket is not None and self._reading[0].ticket.done():
             self._copy_first()
