@@ -82,8 +82,13 @@ def step(
     scalars: Sequence[float],
     first_index: int,
     seed: int,
+    param_origin: int = 0,
+    record_origin: int = 0,
 ) -> None:
     """One pass of a rule, in place; each operation rounds once.
+
+    With an origin, the old values lie that many bytes from the new ones: `param_origin` those of the parameters,
+    `record_origin` those of the companion and the moments.
 
     `companion` is the int16 remainder of a bfloat16 parameter, the float32 master of a float16 one (which is
     written only), and 0 for float32. `moments` are the rule's (values, exponents), exponents 0 but for block8.

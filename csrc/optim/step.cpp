@@ -1,5 +1,7 @@
 #include "optim/step.hpp"
 
+#include <cstring>
+
 #include "optim/launch.hpp"
 
 namespace zerooffload::optim {
@@ -48,19 +50,48 @@ class Stepper {
 
   // Elements [begin, end), which begin on a block.
   void range(std::int64_t begin, std::int64_t end) const {
-    if (!needs_tiles()) {
+    if (!needs_tiles() && !is_elsewhere()) {
       tile(begin, end - begin, nullptr);
       return;
     }
     Tiles tiles;
     for (std::int64_t start = begin; start < end; start += kTileNumel) {
-      tile(start, end - start < kTileNumel ? end - start : kTileNumel, &tiles);
+      const std::int64_t numel = end - start < kTileNumel ? end - start : kTileNumel;
+      if (is_elsewhere()) bring(start, numel);
+      tile(start, numel, &tiles);
     }
   }
 
  private:
   bool needs_tiles() const {
     return arrays_.param_dtype != Dtype::kFloat32 || arrays_.grad_dtype == Dtype::kFloat16;
+  }
+
+  bool is_elsewhere() const { return arrays_.param_origin != 0 || arrays_.record_origin != 0; }
+
+  // The old values of elements that begin on a multiple of kScaleBlockNumel, to where the new ones will be.
+  void bring(std::int64_t start, std::int64_t numel) const {
+    const auto copy = [](void* array, std::int64_t offset, std::int64_t nbytes, std::ptrdiff_t origin) {
+      char* const target = static_cast<char*>(array) + offset;
+      std::memcpy(target, target + origin, static_cast<std::size_t>(nbytes));
+    };
+    if (arrays_.param_origin != 0) {
+      const std::int64_t bytes = item_bytes(arrays_.param_dtype);
+      copy(arrays_.param, start * bytes, numel * bytes, arrays_.param_origin);
+    }
+    if (arrays_.record_origin == 0) return;
+    if (arrays_.param_dtype != Dtype::kFloat32) {
+      const std::int64_t bytes = arrays_.param_dtype == Dtype::kBfloat16 ? 2 : 4;
+      copy(arrays_.companion, start * bytes, numel * bytes, arrays_.record_origin);
+    }
+    for (int i = 0; i < rule_.num_moments; ++i) {
+      const std::int64_t bytes = moment_bytes(arrays_.moment_format);
+      copy(arrays_.moments.values[i], start * bytes, numel * bytes, arrays_.record_origin);
+      if (arrays_.moments.exponents[i] != nullptr) {
+        copy(arrays_.moments.exponents[i], start / kScaleBlockNumel,
+             (numel + kScaleBlockNumel - 1) / kScaleBlockNumel, arrays_.record_origin);
+      }
+    }
   }
 
   void tile(std::int64_t start, std::int64_t numel, Tiles* tiles) const {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "base/dtype.hpp"
@@ -8,7 +9,9 @@
 
 namespace zerooffload::optim {
 
-// What a step works on, in place. The float32 master of a parameter is
+// What a step works on. It is in place, or, where an origin is given, the old values lie that many bytes from
+// the new ones (parameters, and the companion and moments), in the same layout, and are copied tile by tile
+// while the tile is in the cache. The float32 master of a parameter is
 //   kFloat32   the parameter
 //   kBfloat16  (param << 16) + int16 remainder, as bits; `companion` is the remainder
 //   kFloat16   `companion`; the parameter is written only
@@ -20,6 +23,8 @@ struct StepArrays {
   Dtype grad_dtype = Dtype::kFloat32;
   MomentFormat moment_format = MomentFormat::kFloat32;
   MomentArrays moments = {};
+  std::ptrdiff_t param_origin = 0;
+  std::ptrdiff_t record_origin = 0;
 };
 
 // One pass of a rule with the active CPU target. The bits do not depend on the number of threads, on the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -17,6 +18,22 @@ if TYPE_CHECKING:
     from zerooffload._native import Arrival
 
 
+@dataclass(frozen=True)
+class Old:
+    """The values before a step that writes the new ones elsewhere.
+
+    Attributes
+    ----------
+    param : torch.Tensor
+        The one to be updated itself where only the record is elsewhere.
+    record : Mapping[str, torch.Tensor]
+        In the layout of the record to be updated; that itself where only `param` is elsewhere.
+    """
+
+    param: torch.Tensor
+    record: Mapping[str, torch.Tensor]
+
+
 class Kernels(Protocol):
     """Operations on 1D contiguous tensors of one device."""
 
@@ -29,8 +46,10 @@ class Kernels(Protocol):
         record: Mapping[str, torch.Tensor],
         grad: torch.Tensor,
         first_index: int,
+        *,
+        old: Old | None = None,
     ) -> None:
-        """Update `param` and its record in place; see `reference.step`."""
+        """Update `param` and its record, in place, or from their old values beside them; see `reference.step`."""
 
     def square_sums(self, grad: torch.Tensor) -> torch.Tensor:
         """As `reference.square_sums`, on the CPU."""
@@ -54,8 +73,14 @@ class TorchKernels:
         record: Mapping[str, torch.Tensor],
         grad: torch.Tensor,
         first_index: int,
+        *,
+        old: Old | None = None,
     ) -> None:
         """See `Kernels`."""
+        if old is not None:
+            param.copy_(old.param)
+            for name, part in record.items():
+                part.copy_(old.record[name])
         reference.step(scalars, param, record, grad, first_index)
 
     def square_sums(self, grad: torch.Tensor) -> torch.Tensor:
@@ -107,6 +132,8 @@ class NativeKernels:
         record: Mapping[str, torch.Tensor],
         grad: torch.Tensor,
         first_index: int,
+        *,
+        old: Old | None = None,
     ) -> None:
         """See `Kernels`."""
         names = [moment.name for moment in scalars.rule.moments]
@@ -124,6 +151,8 @@ class NativeKernels:
             scalars.values,
             first_index,
             scalars.seed,
+            0 if old is None else old.param.data_ptr() - param.data_ptr(),
+            0 if old is None else old.record[names[0]].data_ptr() - record[names[0]].data_ptr(),
         )
 
     def square_sums(self, grad: torch.Tensor) -> torch.Tensor:

@@ -12,18 +12,18 @@ ahead it could run out of them: on a drive of 5 GB/s that cost 2 to 6 % of the s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 
-from zerooffload.errors import InternalError, ZeroOffloadError
-from zerooffload.optim.kernels import Kernels
+from zerooffload.errors import ZeroOffloadError
+from zerooffload.optim.kernels import Kernels, Old
 from zerooffload.optim.rules import StepScalars
 from zerooffload.optim.spans import Span
 from zerooffload.telemetry import Recorder, Wait, Waitable, Waits, Work
-from zerooffload.tiers import Block, Space, StagingRing, StagingSlot
+from zerooffload.tiers import Block, RecordLayout, Space, StagingRing, StagingSlot
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class _Staged:
     reads: list[Waitable] = field(default_factory=list)
     writes: list[Waitable] = field(default_factory=list)
     writes_back: list[tuple[Block, torch.Tensor]] = field(default_factory=list)
+    # Of records that are updated beside their old ones, these; the others themselves.
+    old_records: list[torch.Tensor] = field(default_factory=list)
     slot: StagingSlot | None = None
 
 
@@ -118,7 +120,9 @@ class StreamedUpdate:
         staged = _Staged(update, update.space)
         try:
             for block, is_updated in ((update.param, True), (update.optimizer, True), (update.gradient, False)):
-                staged.records.append(self._bring(staged, block, is_updated=is_updated))
+                old, new = self._bring(staged, block, is_updated=is_updated)
+                staged.old_records.append(old)
+                staged.records.append(new)
         except BaseException:
             self._abandon(staged)
             raise
@@ -169,14 +173,15 @@ class StreamedUpdate:
         # What was stepped is in the slots, but is not to count.
         self._ring.forget()
 
-    def _bring(self, staged: _Staged, block: Block, *, is_updated: bool) -> torch.Tensor:
-        """The record of a state, in place or in the ring; there its read is under way."""
+    def _bring(self, staged: _Staged, block: Block, *, is_updated: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """The record of a state, and where the new one will be: in place, beside it, or in the ring.
+
+        There its read is under way.
+        """
         update = staged.update
         record = block.view(staged.space, update.chunk)
         if record is not None:
-            if update.ahead and is_updated:
-                raise InternalError("a state that is updated in place cannot be updated ahead")
-            return record
+            return record, block.view_ahead(update.chunk) if update.ahead and is_updated else record
         slot = self._slot_of(staged)
         record = slot.take(block.layout.file_nbytes(update.chunk))
         if not slot.holds(block, update.chunk):
@@ -185,7 +190,7 @@ class StreamedUpdate:
             staged.reads.append(block.read(update.chunk, record))
         if is_updated:
             staged.writes_back.append((block, record))
-        return record
+        return record, record
 
     def _slot_of(self, staged: _Staged) -> StagingSlot:
         """The chunk's slot of the ring, taken when it is first needed."""
@@ -204,10 +209,27 @@ class StreamedUpdate:
             block.layout.split(update.chunk, raw) for block, raw in zip(blocks, staged.records, strict=True)
         )
         (param,), (grad,) = params.values(), grads.values()
+        old = self._old(staged)
         for span in update.spans:
             part = slice(span.start, span.stop)
             own = update.optimizer.layout.cut(record, span.start, span.stop)
-            kernels.step(span.settings, param[part], own, grad[part], update.first_index + span.start)
+            before = old and Old(old.param[part], update.optimizer.layout.cut(old.record, span.start, span.stop))
+            kernels.step(span.settings, param[part], own, grad[part], update.first_index + span.start, old=before)
+
+    def _old(self, staged: _Staged) -> Old | None:
+        """The old values, if a record is updated beside them; what no span covers is copied."""
+        update = staged.update
+        layouts = (update.param.layout, update.optimizer.layout)
+        pairs = list(zip(layouts, staged.old_records, staged.records, strict=False))
+        if all(old is new for _, old, new in pairs):
+            return None
+        views = []
+        for layout, old, new in pairs:
+            views.append(layout.split(update.chunk, old))
+            if old is not new:
+                _copy_uncovered(layout, update, views[-1], layout.split(update.chunk, new))
+        (param,) = views[0].values()
+        return Old(param, views[1])
 
     def _copy(self, staged: _Staged) -> None:
         """Let copies on files follow what was updated."""
@@ -227,3 +249,16 @@ class StreamedUpdate:
     def _abandon(self, staged: _Staged) -> None:
         if staged.slot is not None:
             self._ring.release(staged.slot, [*staged.reads, *staged.writes])
+
+
+def _copy_uncovered(
+    layout: RecordLayout, update: ChunkUpdate, old: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor]
+) -> None:
+    """Copy what lies between the spans: padding, and parameters that are not updated."""
+    start, stop = layout.chunk_range(update.chunk)
+    edges = [0, *(edge for span in update.spans for edge in (span.start, span.stop)), stop - start]
+    for low, high in zip(edges[::2], edges[1::2], strict=True):
+        for part in layout.parts:
+            # An item that elements of a span share with those behind it is the span's.
+            place = slice(part.num_items(low), part.num_items(high))
+            new[part.name][place].copy_(old[part.name][place])

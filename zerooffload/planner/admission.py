@@ -100,6 +100,12 @@ def announce(
     raise BudgetError(_refusal(plan, limits, _alternatives(choices, limits, retry)))
 
 
+def fit(placement: Placement, limits: Limits) -> AnnouncedPlan | None:
+    """Fix the sizes that depend on the budgets; None if it does not fit them."""
+    plan = _fit(placement, limits)
+    return plan if isinstance(plan, AnnouncedPlan) else None
+
+
 @dataclass(frozen=True)
 class _Misfit:
     tier: TierName

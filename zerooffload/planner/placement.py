@@ -14,7 +14,7 @@ journal          where steps are committed: a buffer for a record, and its two f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -64,11 +64,8 @@ class Reach:
             return layout.total_file_nbytes * num_slots
         if not layout.memory_nbytes:
             return 0
-        return (
-            host_buffer_nbytes(layout.memory_nbytes)
-            if tier is TierName.HOST
-            else self.range_nbytes(layout.memory_nbytes)
-        )
+        rounded = host_buffer_nbytes if tier is TierName.HOST else self.range_nbytes
+        return num_slots * rounded(layout.memory_nbytes)
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,8 @@ class StatePlacement:
     ----------
     kept : Kept or None
         Under which name and in how many slots its records outlive the run; None if they do not.
+    num_places : int
+        Of records that do not: with 2, an update may begin ahead (see [Note: ahead] in tiers/api.py).
     name : str
         Of the flat buffer and the state.
     """
@@ -88,6 +87,7 @@ class StatePlacement:
     layout: RecordLayout
     kept: Kept | None = None
     name: str = ""
+    num_places: int = 1
 
     @property
     def is_mirrored(self) -> bool:
@@ -206,8 +206,9 @@ class Placement:
         return [Claim(tier, holder, nbytes) for (tier, holder), nbytes in totals.items() if nbytes]
 
     def _blocks(self, state: StatePlacement) -> list[tuple[TierName, str, int]]:
-        num_slots = state.kept.num_slots if state.kept is not None else 1
-        blocks = [(state.tier, state.holder, self.reach.block_nbytes(state.tier, state.layout, num_slots))]
+        num_slots = state.kept.num_slots if state.kept is not None else state.num_places
+        num_at_home = 1 if state.is_mirrored else num_slots
+        blocks = [(state.tier, state.holder, self.reach.block_nbytes(state.tier, state.layout, num_at_home))]
         if state.is_mirrored:
             nbytes = self.reach.block_nbytes(TierName.NVME, state.layout, num_slots)
             blocks.append((TierName.NVME, mirror_holder(state.holder), nbytes))
@@ -311,6 +312,24 @@ def place(
         collection=_window_need(placed, collect_bytes),
         commits_steps=commits,
     )
+
+
+def with_second_places(placement: Placement) -> Placement:
+    """The placement with a second place for what updates change, where the host updates it and no step is committed.
+
+    Steps that are committed have two slots anyway. Where the device computes on host memory, parameters cannot lie
+    here and there.
+    """
+    if placement.reach.device_shares_host or placement.commits_steps:
+        return placement
+    units = tuple(replace(unit, flats=tuple(map(_with_second_places, unit.flats))) for unit in placement.units)
+    return replace(placement, units=units)
+
+
+def _with_second_places(flat: FlatPlacement) -> FlatPlacement:
+    if flat.optimizer is None or any(state.tier is TierName.DEVICE for state in flat.states()):
+        return flat
+    return replace(flat, param=replace(flat.param, num_places=2), optimizer=replace(flat.optimizer, num_places=2))
 
 
 def _is_all_on_nvme(units: Sequence[UnitLayout], choices: TierChoices) -> bool:

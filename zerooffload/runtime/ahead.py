@@ -81,7 +81,7 @@ class AheadUpdates:
             for index, param in enumerate(part.flat.params)
         )
         update = FlatUpdate(part, training, tuple(expected))
-        if not update.is_empty:
+        if not update.is_empty and not update.needs_device:
             chunks = update.chunks(ahead=True, gradient_written=partial(self._landing.write_of, part))
             self._queue.begin_ahead(update, self._urgency.get(part, len(self._urgency)), chunks)
 

@@ -18,7 +18,7 @@ from zerooffload.config import OffloadConfig, TierName
 from zerooffload.errors import ConfigError
 from zerooffload.optim.kernels import Kernels, TorchKernels, host_kernels
 from zerooffload.optim.record import OptimizerStates
-from zerooffload.planner.admission import AnnouncedPlan, announce
+from zerooffload.planner.admission import AnnouncedPlan, announce, fit
 from zerooffload.planner.placement import (
     Durability,
     FlatPlacement,
@@ -30,6 +30,7 @@ from zerooffload.planner.placement import (
     UnitPlacement,
     mirror_holder,
     place,
+    with_second_places,
 )
 from zerooffload.runtime.backwards import BackwardCount
 from zerooffload.runtime.hook_points import HookPoint
@@ -236,7 +237,12 @@ def _announce(layouts: list[UnitLayout], config: OffloadConfig, accelerator: Acc
     def placed(homes: TierChoices) -> Placement:
         return place(layouts, homes, reach, states, durability, accumulates=config.accumulates)
 
-    return announce(placed(choices), limits_of(config, accelerator), choices, placed)
+    placement, limits = placed(choices), limits_of(config, accelerator)
+    if config.atomic_steps and config.update in ("auto", "during_backward"):
+        plan = fit(with_second_places(placement), limits)
+        if plan is not None:
+            return plan
+    return announce(placement, limits, choices, placed)
 
 
 def _update_policy(config: OffloadConfig, plan: AnnouncedPlan) -> UpdatePolicy:
@@ -275,7 +281,8 @@ def _make_flat(
 
 
 def _allocate(state: StatePlacement, resources: Resources) -> Block:
-    home = resources.tiers[state.tier].allocate(state.layout, state.holder, state.kept, name=state.name)
+    tier = resources.tiers[state.tier]
+    home = tier.allocate(state.layout, state.holder, state.kept, name=state.name, num_places=state.num_places)
     if not state.is_mirrored:
         return home
     holder, name = mirror_holder(state.holder), f"copy of {state.name}"

@@ -90,8 +90,11 @@ class Block(Protocol):
             If what the place holds could not be committed.
         """
 
+    def view_ahead(self, chunk: int) -> torch.Tensor:
+        """The second place, where `view` shows the record in place: uint8 `[record_nbytes]`."""
+
     def write_ahead(self, chunk: int, source: torch.Tensor) -> Waitable:
-        """Start a `write` to the second place."""
+        """Start a `write` to the second place, where `view` does not."""
 
     def take_ahead(self, chunk: int) -> None:
         """What was written ahead is the record from now on."""
@@ -106,10 +109,12 @@ class Tier(Protocol):
     name: TierName
     budget: Budget
 
-    def block_nbytes(self, layout: RecordLayout, kept: Kept | None = None) -> int:
+    def block_nbytes(self, layout: RecordLayout, kept: Kept | None = None, num_places: int = 1) -> int:
         """What a block takes from the budget."""
 
-    def allocate(self, layout: RecordLayout, holder: str, kept: Kept | None = None, *, name: str = "") -> Block:
+    def allocate(
+        self, layout: RecordLayout, holder: str, kept: Kept | None = None, *, name: str = "", num_places: int = 1
+    ) -> Block:
         """Make a block.
 
         Parameters
@@ -120,6 +125,8 @@ class Tier(Protocol):
             Default: the contents are gone with the run. Memory keeps nothing.
         name : str
             Of the block.
+        num_places : int
+            Of each record of what is not kept, 1 or 2; see [Note: ahead].
 
         Raises
         ------

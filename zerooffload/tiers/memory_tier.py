@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -17,15 +17,20 @@ from zerooffload.tiers.transfers import Transfers
 
 
 class MemoryBlock:
-    """Records in memory; see `Block`."""
+    """Records in memory; see `Block`.
+
+    Parameters
+    ----------
+    places : Sequence[torch.Tensor]
+        Memory for all records, once or twice.
+    """
 
     mirror: Block | None = None
-    num_places = 1
 
     def __init__(
         self,
         layout: RecordLayout,
-        memory: torch.Tensor,
+        places: Sequence[torch.Tensor],
         spaces: frozenset[Space],
         transfers: Transfers,
         *,
@@ -34,7 +39,9 @@ class MemoryBlock:
         self.name = name
         self.layout = layout
         self.needs_device = Space.HOST not in spaces
-        self._memory = memory
+        self.num_places = len(places)
+        self._places = list(places)
+        self._current = [0] * layout.num_chunks
         self._spaces = spaces
         self._transfers = transfers
 
@@ -43,8 +50,8 @@ class MemoryBlock:
         return self._record(chunk) if space in self._spaces else None
 
     def whole(self, space: Space) -> torch.Tensor | None:
-        """All the memory."""
-        return self._memory if space in self._spaces else None
+        """All the memory; with second places the records lie here and there."""
+        return self._places[0] if space in self._spaces and self.num_places == 1 else None
 
     def version(self, chunk: int) -> int | None:  # noqa: ARG002 - the protocol's
         """Memory can be written to in place."""
@@ -66,22 +73,28 @@ class MemoryBlock:
         return self.write(chunk, source)
 
     def may_write_ahead(self, chunk: int) -> bool:  # noqa: ARG002 - the protocol's
-        """There is one place."""
-        return False
+        """If there is a second place."""
+        return self.num_places > 1
+
+    def view_ahead(self, chunk: int) -> torch.Tensor:
+        """The record of the other place."""
+        return self._record(chunk, ahead=True)
 
     def write_ahead(self, chunk: int, source: torch.Tensor) -> Waitable:  # noqa: ARG002
         """Never asked for."""
-        raise InternalError("memory has no second place")
+        raise InternalError("a record in memory is updated there")
 
     def take_ahead(self, chunk: int) -> None:
-        """Never asked for."""
+        """Let the places change roles."""
+        self._current[chunk] = 1 - self._current[chunk]
 
     def drop_ahead(self, chunk: int) -> None:
-        """Never asked for."""
+        """The other place's content never counted."""
 
-    def _record(self, chunk: int) -> torch.Tensor:
+    def _record(self, chunk: int, *, ahead: bool = False) -> torch.Tensor:
         offset = self.layout.record_offset(chunk)
-        return self._memory[offset : offset + self.layout.record_nbytes(chunk)]
+        place = self._places[self._current[chunk] ^ ahead]
+        return place[offset : offset + self.layout.record_nbytes(chunk)]
 
 
 class MemoryTier:
@@ -105,9 +118,9 @@ class MemoryTier:
         self._take_memory = take_memory
         self._leases: list[Lease] = []
 
-    def block_nbytes(self, layout: RecordLayout, kept: Kept | None = None) -> int:  # noqa: ARG002 - memory keeps nothing
-        """As the allocator rounds it."""
-        return self._rounded_nbytes(layout.memory_nbytes) if layout.memory_nbytes else 0
+    def block_nbytes(self, layout: RecordLayout, kept: Kept | None = None, num_places: int = 1) -> int:  # noqa: ARG002 - memory keeps nothing
+        """As the allocator rounds it, for each place."""
+        return num_places * self._rounded_nbytes(layout.memory_nbytes) if layout.memory_nbytes else 0
 
     def allocate(
         self,
@@ -116,11 +129,12 @@ class MemoryTier:
         kept: Kept | None = None,  # noqa: ARG002 - memory keeps nothing
         *,
         name: str = "",
+        num_places: int = 1,
     ) -> MemoryBlock:
         """Memory for all records."""
-        self._leases.append(self.budget.lease(self.block_nbytes(layout), holder))
-        memory = self._take_memory(layout.memory_nbytes)
-        return MemoryBlock(layout, memory, self._spaces, self._transfers, name=name)
+        self._leases.append(self.budget.lease(self.block_nbytes(layout, num_places=num_places), holder))
+        places = [self._take_memory(layout.memory_nbytes) for _ in range(num_places)]
+        return MemoryBlock(layout, places, self._spaces, self._transfers, name=name)
 
     def reserve(self) -> None:
         """Memory is taken when it is allocated."""

@@ -54,6 +54,10 @@ class MirroredBlock:
         """The home is changed in place."""
         return False
 
+    def view_ahead(self, chunk: int) -> torch.Tensor:
+        """Never asked for."""
+        return self._home.view_ahead(chunk)
+
     def write_ahead(self, chunk: int, source: torch.Tensor) -> Waitable:
         """Never asked for."""
         return self._home.write_ahead(chunk, source)

@@ -125,6 +125,8 @@ class NvmeBlock:
         self.places = places
         self.first_index = first_index
         self.num_places = min((len(place.offsets) for place in places), default=1)
+        # Of what is not kept: which of its places is the record.
+        self._current = [0] * layout.num_chunks
         self._tier = tier
         self._versions = [0] * layout.num_chunks
 
@@ -150,7 +152,7 @@ class NvmeBlock:
         """One write of the record, to the slot that may be overwritten."""
         slots = self._tier.slots
         if self.first_index is None:
-            return self._write(chunk, 0, source)
+            return self._write(chunk, self._current[chunk], source)
         index = self.first_index + chunk
         slot = slots.begin_write(index)
         ticket = self._write(chunk, slot, source)
@@ -166,13 +168,19 @@ class NvmeBlock:
         return _All(tickets)
 
     def may_write_ahead(self, chunk: int) -> bool:
-        """If it is kept in two slots, and the newest is the committed one."""
-        return self.first_index is not None and self._tier.slots.may_write_ahead(self.first_index + chunk)
+        """If it has two places; of what is kept, if the newest is the committed one."""
+        if self.first_index is None:
+            return self.num_places > 1
+        return self._tier.slots.may_write_ahead(self.first_index + chunk)
+
+    def view_ahead(self, chunk: int) -> torch.Tensor:  # noqa: ARG002 - the protocol's
+        """Never asked for."""
+        raise InternalError("a record on a file was to be updated in place")
 
     def write_ahead(self, chunk: int, source: torch.Tensor) -> Waitable:
-        """To the slot that no step names."""
+        """To the slot that no step names, or to the place that is not the record."""
         if self.first_index is None:
-            raise InternalError("a record in one place was to be written ahead")
+            return self._write(chunk, 1 - self._current[chunk], source)
         slots, index = self._tier.slots, self.first_index + chunk
         slot = slots.begin_write(index)
         ticket = self._write(chunk, slot, source)
@@ -180,18 +188,20 @@ class NvmeBlock:
         return ticket
 
     def take_ahead(self, chunk: int) -> None:
-        """Let its slot be the newest."""
-        if self.first_index is not None:
+        """Let its slot be the newest, or the places change roles."""
+        if self.first_index is None:
+            self._current[chunk] = 1 - self._current[chunk]
+        else:
             self._tier.slots.take_ahead(self.first_index + chunk)
 
     def drop_ahead(self, chunk: int) -> None:
         """Forget its slot; who still has that content has not the record's."""
+        self._versions[chunk] += 1
         if self.first_index is not None:
-            self._versions[chunk] += 1
             self._tier.slots.drop_ahead(self.first_index + chunk)
 
     def _read(self, chunk: int, target: torch.Tensor, *, check: bool) -> Waitable:
-        place, slot, expected = self.places[chunk], 0, None
+        place, slot, expected = self.places[chunk], self._current[chunk], None
         if self.first_index is not None:
             slot = self._tier.slots.current(self.first_index + chunk)
             expected = self._tier.slots.checksum(self.first_index + chunk)
@@ -298,15 +308,17 @@ class NvmeTier:
             self.close()
             raise
 
-    def block_nbytes(self, layout: RecordLayout, kept: Kept | None = None) -> int:
-        """Records, each padded to the file's alignment, in every slot."""
-        return layout.total_file_nbytes * (kept.num_slots if kept is not None else 1)
+    def block_nbytes(self, layout: RecordLayout, kept: Kept | None = None, num_places: int = 1) -> int:
+        """Records, each padded to the file's alignment, in every slot or place."""
+        return layout.total_file_nbytes * (kept.num_slots if kept is not None else num_places)
 
-    def allocate(self, layout: RecordLayout, holder: str, kept: Kept | None = None, *, name: str = "") -> NvmeBlock:
+    def allocate(
+        self, layout: RecordLayout, holder: str, kept: Kept | None = None, *, name: str = "", num_places: int = 1
+    ) -> NvmeBlock:
         """Extents for all records."""
-        self._leases.append(self.budget.lease(self.block_nbytes(layout, kept), holder))
+        self._leases.append(self.budget.lease(self.block_nbytes(layout, kept, num_places), holder))
         if kept is None:
-            return NvmeBlock(layout, self._places(layout, 1, self._num_scratch_bytes), None, self, name=name)
+            return NvmeBlock(layout, self._places(layout, num_places, self._num_scratch_bytes), None, self, name=name)
         first_index = self.slots.add(layout.num_chunks, kept.num_slots)
         if self._kept is not None:
             return NvmeBlock(layout, list(self._kept[kept.name]), first_index, self, name=name)
