@@ -6,14 +6,15 @@ import math
 
 import pytest
 import torch
-from support.optimizer_arrays import DTYPES, MOMENTS, difference, make_arrays, scalars_of
+from support.optimizer_arrays import DTYPES, MOMENTS, Arrays, difference, make_arrays, scalars_of
 
 from zerooffload import ConfigError, native
 from zerooffload.optim import low_bits
-from zerooffload.optim.kernels import Kernels, NativeKernels, TorchKernels, host_kernels
+from zerooffload.optim.kernels import Kernels, NativeKernels, Old, TorchKernels, host_kernels
 from zerooffload.optim.record import OptimizerStates
 from zerooffload.optim.reference import BLOCK_NUMEL, join_master, read_moment, split_master, write_moment
 from zerooffload.optim.rules import RULES
+from zerooffload.tiers import RecordLayout
 
 needs_native = pytest.mark.skipif(not native.available, reason=f"no native module: {native.why_unavailable}")
 LENGTHS = [1, 17, BLOCK_NUMEL, 3 * BLOCK_NUMEL + 5]
@@ -37,6 +38,38 @@ def test_native_and_torch_kernels_update_to_the_same_bits(algorithm: str, moment
             for kernels, arrays in ((TorchKernels(), expected), (NativeKernels(3), got)):
                 kernels.step(scalars, arrays.param, arrays.record, arrays.grad, 4096)
         assert difference(got, expected) == "", (numel, dtypes)
+
+
+@pytest.mark.parametrize("kernels", [TorchKernels(), pytest.param(host_kernels(3), marks=needs_native)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("where", ["both", "parameters", "record"])
+def test_a_step_beside_the_old_values_gives_the_bits_of_one_in_place(
+    where: str, moments, dtype: torch.dtype, kernels: Kernels
+) -> None:
+    states = OptimizerStates("adamw", moments)
+    for numel in LENGTHS:
+        expected = make_arrays(states, (dtype, dtype), numel)
+        layout = RecordLayout(states.parts(dtype), numel, 4 * BLOCK_NUMEL)
+        old, new = (layout.split(0, torch.full((layout.file_nbytes(0),), 0xFF, dtype=torch.uint8)) for _ in range(2))
+        for name, part in expected.record.items():
+            old[name].copy_(part)
+        param = expected.param.clone()
+        beside = torch.full_like(param, math.nan) if where != "record" else param
+        record = new if where != "parameters" else old
+        kept = param.clone(), {name: part.clone() for name, part in old.items()}
+        scalars = scalars_of("adamw", 3)
+        kernels.step(scalars, beside, record, expected.grad, 4096, old=Old(param, old))
+        kernels.step(scalars, expected.param, expected.record, expected.grad, 4096)
+        assert difference(Arrays(beside, record, expected.grad), expected) == ""
+        if where != "record":
+            assert same_bytes(param, kept[0])
+        if where != "parameters":
+            assert all(same_bytes(old[name], part) for name, part in kept[1].items())
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 @needs_native
