@@ -126,6 +126,7 @@ class Stepper:
             nvme_paths=(folder,),
             host_memory=self.host_bytes,
             units=[Weights],
+            update="after_backward",
             atomic_steps=atomic,
             io_engine=args.engine,
         )
