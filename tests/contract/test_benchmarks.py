@@ -26,6 +26,16 @@ TINY = {
         "--engine",
         "threads",
     ),
+    "overlap.py": (
+        *("--params", "1e6", "--width", "256", "--window-units", "3", "--steps", "2", "--rounds", "1"),
+        *("--limit-gib", "0.1", "--grid-seconds", "0.01", "--disk-turn-seconds", "0.01", "--probe-numel", "1048576"),
+        *("--engine", "threads"),
+    ),
+    "step_time.py": (
+        *("--layers", "1", "--hidden", "64", "--vocab", "256", "--shapes", "2x16", "--rounds", "1", "--warm-up", "2"),
+        *("--limit-gib", "0.1", "--grid-seconds", "0.01", "--disk-turn-seconds", "0.01"),
+        *("--only", "all-host", "all-nvme", "fsdp2"),
+    ),
 }
 
 pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="a source package has no benchmarks")
@@ -36,14 +46,14 @@ def run(name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
 
 
-def result_of(name: str, folder: Path) -> dict[str, Any]:
+def result_of(name: str, folder: Path, *more: str) -> dict[str, Any]:
     if shutil.which("cc") is None:
         pytest.skip("the limit is a C program, and there is no compiler")
     if not native.available:
         pytest.skip(f"no native engine to compare: {native.why_unavailable}")
     drive, file = folder / "drive", folder / "result.json"
     drive.mkdir()
-    done = run(name, drive, *TINY[name], "--json", file)
+    done = run(name, drive, *TINY[name], *more, "--json", file)
     assert not list(drive.iterdir())
     if "cannot be opened with O_DIRECT" in done.stderr:
         pytest.skip("the file system of the temporary folder has no direct I/O")
@@ -75,6 +85,50 @@ def test_a_streamed_step_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
     assert all(item["ok"] for item in moved)
 
 
+@pytest.mark.parametrize("placement", ["all-nvme", "optimizer-nvme", "all-host"])
+def test_a_step_with_simulated_compute_moves_the_bytes_of_the_formula(placement: str, tmp_path: Path) -> None:
+    result = result_of("overlap.py", tmp_path, "--placement", placement)
+    (row,) = result["rows"]
+    assert row["step_seconds"]["median"] > 0 < row["floor_seconds"]["median"]
+    assert row["compute_seconds"]["median"] > 0
+    moved = [item for item in result["checks"] if "bytes" in item["name"]]
+    assert len(moved) == 4
+    assert all(item["ok"] for item in moved)
+    assert any(item["name"] == f"{placement}: step, of the floor" for item in result["checks"])
+
+
+def test_accumulation_and_clipping_move_the_bytes_of_the_formula(tmp_path: Path) -> None:
+    result = result_of("overlap.py", tmp_path, "--accumulation", "2", "--clip", "always")
+    assert result["rows"][0]["schedule"] == "under_next_forward"
+    assert all(item["ok"] for item in result["checks"] if "bytes" in item["name"])
+
+
+def test_overlap_with_real_compute(tmp_path: Path) -> None:
+    result = result_of("overlap.py", tmp_path, "--device", "cpu", "--trace", str(tmp_path / "trace.json"))
+    assert result["rows"][0]["name"] == "all-nvme, cpu"
+    assert all(item["ok"] for item in result["checks"] if "bytes" in item["name"])
+    assert '"step' in (tmp_path / "trace.json").read_text()
+
+
+def test_contestants_of_a_step_have_the_same_losses(tmp_path: Path) -> None:
+    result = result_of("step_time.py", tmp_path)
+    rows = {row["contestant"]: row for row in result["rows"]}
+    assert list(rows) == ["plain", "all-host", "all-nvme", "fsdp2"]
+    assert all(("missing" in row) != ("step_seconds" in row) for row in rows.values())
+    assert rows["all-host"]["losses"] == rows["all-nvme"]["losses"]
+    assert len(rows["plain"]["losses"]) == 4
+    losses = [item for item in result["checks"] if "losses" in item["name"]]
+    assert len(losses) == 2
+    assert all(item["ok"] for item in losses)
+
+
+def test_a_peer_that_does_not_run_is_a_row_that_says_so(tmp_path: Path) -> None:
+    nothing = Path(sys.executable).with_name("no-python-at-all")
+    result = result_of("step_time.py", tmp_path, "--only", "deepspeed", "--peers-python", str(nothing))
+    assert [row["contestant"] for row in result["rows"]] == ["plain", "deepspeed"]
+    assert str(nothing) in result["rows"][1]["missing"]
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_a_missing_folder_is_told(name: str, tmp_path: Path) -> None:
     done = run(name, tmp_path / "nowhere")
@@ -84,7 +138,12 @@ def test_a_missing_folder_is_told(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "too_much", "needed"),
-    [("nvme_bandwidth.py", "--gib=1e6", "3906 TiB"), ("optimizer_stream.py", "--parameters=1e15", "32742 TiB")],
+    [
+        ("nvme_bandwidth.py", "--gib=1e6", "3906 TiB"),
+        ("optimizer_stream.py", "--parameters=1e15", "32742 TiB"),
+        ("overlap.py", "--params=1e15", "25466 TiB"),
+        ("step_time.py", "--limit-gib=1e7", "9766 TiB"),
+    ],
 )
 def test_too_little_space_is_told_with_what_is_needed(name: str, too_much: str, needed: str, tmp_path: Path) -> None:
     done = run(name, tmp_path, too_much)
