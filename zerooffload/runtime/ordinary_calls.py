@@ -120,6 +120,9 @@ def _hook_state_dict(
     module: nn.Module, run: Run, copies: WeakIdKeyDictionary, loading: list[AbstractContextManager[None]]
 ) -> None:
 
+    def before_state_dict(owner: nn.Module, _prefix: str, _keep_vars: bool) -> None:  # noqa: FBT001 - torch's signature
+        run.access.wait_for_updates(_direct_units(owner))
+
     def after_state_dict(owner: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name, param in owner._parameters.items():
             residence = residence_of(param) if param is not None else None
@@ -139,6 +142,7 @@ def _hook_state_dict(
         if loading:
             loading.pop().__exit__(None, None, None)
 
+    run.keep_hook(module.register_state_dict_pre_hook(before_state_dict))
     run.keep_hook(module.register_state_dict_post_hook(after_state_dict))
     run.keep_hook(module.register_load_state_dict_pre_hook(before_loading))
     run.keep_hook(module.register_load_state_dict_post_hook(after_loading))

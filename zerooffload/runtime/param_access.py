@@ -51,6 +51,7 @@ class ParamAccess:
         ended_half_way: Callable[[BaseException], None],
     ) -> None:
         self._ended_half_way = ended_half_way
+        self._updates = updates
         self._rule = rule
         self._residency = residency
         self._gradients = gradients
@@ -87,6 +88,17 @@ class ParamAccess:
                 raise
             if not writeback:
                 _undo(copies)
+
+    def wait_for_updates(self, units: Iterable[Unit]) -> None:
+        """Parameters that are full at home show the values after the last step from now on.
+
+        Raises
+        ------
+        TierIOError
+            If a unit could not be updated.
+        """
+        for unit in units:
+            self._updates.wait(unit)
 
     def read_parameter(self, residence: Residence) -> torch.Tensor:
         """A copy of a parameter's values in host memory."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.hidden_turns import Hidden, hidden_updates
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -242,3 +243,21 @@ def test_save_pretrained_of_an_offloaded_model_loads_back_equal(
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     assert all(torch.equal(value, expected[name]) for name, value in loaded.state_dict().items())
+
+
+def test_a_state_dict_waits_for_the_updates_of_its_part(
+    offload: Offload, make_net: MakeNet, tokens: torch.Tensor, tier: str
+) -> None:
+    states = []
+    for update in ("after_backward", "under_next_forward"):
+        with hidden_updates(Hidden.LATE):
+            model = offload(make_net(), tier, update=update)
+            optimizer = zo.AdamW(model.parameters(), lr=0.1)
+            model(tokens).backward()
+            optimizer.step()
+            part = model.layers[1].state_dict(prefix="layers.1.")
+            state = model.state_dict()
+            assert all(torch.equal(state[name], value) for name, value in part.items())
+            states.append({name: value.clone() for name, value in state.items()})
+            zo.close(model)
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
