@@ -53,7 +53,8 @@ def _work_when_waited_for(patch: pytest.MonkeyPatch) -> None:
     really_work = UpdateQueue._work
 
     def work(queue: UpdateQueue) -> None:
-        wanted.wait()
+        if threading.current_thread().name == THREAD_NAME:
+            wanted.wait()
         really_work(queue)
 
     def waiting(wait: Callable[..., Any]) -> Callable[..., Any]:

@@ -56,8 +56,7 @@ class AheadUpdates:
         # With several, each step() is one of its own.
         if len(optimizers) == 1 and isinstance(optimizers[0], OffloadedOptimizer):
             self._scalars_of = optimizers[0].scalars_of()
-        flats = (part for unit in order for part, _ in trainable(unit))
-        self._urgency = {part: position for position, part in enumerate(flats)}
+        self._urgency = urgencies(order)
         self._square_sum = 0.0
 
     def end(self) -> None:
@@ -84,6 +83,12 @@ class AheadUpdates:
         if not update.is_empty and not update.needs_device:
             chunks = update.chunks(ahead=True, gradient_written=partial(self._landing.write_of, part))
             self._queue.begin_ahead(update, self._urgency.get(part, len(self._urgency)), chunks)
+
+
+def urgencies(order: Sequence[Unit]) -> dict[UnitFlat, int]:
+    """How soon flats are needed, where units are in this order: the least first."""
+    flats = (part for unit in order for part, _ in trainable(unit))
+    return {part: position for position, part in enumerate(flats)}
 
 
 def _has_second_places(part: UnitFlat, training: TrainingStates) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zerooffload.accelerator import Event
-from zerooffload.runtime.worker_thread import WorkerThread
+from zerooffload.runtime.worker_thread import Idle, WorkerThread
 from zerooffload.telemetry import Wait, Waitable, Waits
 from zerooffload.tiers import StagingRing, StagingSlot, Transfers
 
@@ -121,7 +121,7 @@ class CopyDown:
             What went wrong with something that was sent since the last call; what came after it is lost.
         """
         if self.is_busy:
-            self._waits.until(Wait.GRADIENT_LANDING, _Idle(self._thread))
+            self._waits.until(Wait.GRADIENT_LANDING, Idle(self._thread))
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -192,18 +192,3 @@ class CopyDown:
             if isinstance(item, _Chunk):
                 item.copied.over(error)
         self._sent.clear()
-
-
-class _Idle:
-    """A thread that does nothing; can be waited for."""
-
-    def __init__(self, thread: WorkerThread) -> None:
-        self._thread = thread
-
-    def wait(self) -> None:
-        """Block."""
-        self._thread.wait_idle()
-
-    def done(self) -> bool:
-        """Not asked."""
-        return False

@@ -14,17 +14,22 @@ of it is in flight any more: both write to the same places.
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from enum import Enum
 
-from zerooffload.errors import ZeroOffloadError
+from zerooffload.errors import InternalError
 from zerooffload.optim.stream import ChunkUpdate, StreamedUpdate
 from zerooffload.runtime.update import FlatUpdate
+from zerooffload.runtime.worker_thread import Idle, WorkerThread
 from zerooffload.sharding.unit import Unit, UnitFlat
 from zerooffload.telemetry import Wait, Waitable, Waits, wait_for_all
+
+_log = logging.getLogger("zerooffload")
 
 
 class _Standing(Enum):
@@ -127,7 +132,7 @@ class Jobs:
 
 
 class UpdateQueue:
-    """Runs updates. Its methods are for the thread that trains.
+    """Runs updates. Its methods are for the thread that trains, those for updates ahead for any one.
 
     Parameters
     ----------
@@ -151,11 +156,17 @@ class UpdateQueue:
     ) -> None:
         self.failure: BaseException | None = None
         self.has_told = False
+        self._owner = os.getpid()
         self._stream = stream
         self._waits = waits
-        self._in_background = in_background
-        self._changed = threading.Condition(threading.RLock())
-        self._thread: threading.Thread | None = None
+        self._thread = WorkerThread(
+            "zerooffload-update",
+            self._work,
+            has_work=lambda: bool(self._waiting),
+            failed=self._fail,
+            in_background=in_background,
+        )
+        self._changed = self._thread.changed
         # By what is needed soonest; then what runs, in order: chunks that are staged, and those being written.
         self._waiting: list[tuple[int, UpdateJob]] = []
         self._staged: deque[tuple[UpdateJob, ChunkUpdate]] = deque()
@@ -172,50 +183,53 @@ class UpdateQueue:
             If a state could not be read or written: the states of some chunks are new, those of others old.
         """
         self.wait_idle()
-        self._enqueue([UpdateJob(update, update.chunks(backwards=backwards), ahead=False) for update in updates])
+        with self._changed:
+            self._enqueue((0, UpdateJob(update, update.chunks(backwards=backwards), ahead=False)) for update in updates)
         try:
-            self._drive()
+            self._work()
         except BaseException:
             self._clear()
             raise
 
-    def begin(self, updates: Iterable[FlatUpdate]) -> None:
-        """Update behind the training thread, in this order.
+    def begin(self, updates: Iterable[FlatUpdate], urgency: Mapping[UnitFlat, int]) -> None:
+        """Update behind the training thread; the least urgency goes first.
 
         A flat whose home the device uses shows nothing until somebody has waited for it.
         """
-        jobs = []
-        for update in updates:
-            job = UpdateJob(update, update.chunks(), ahead=False)
-            job.after = self._ahead.pop(update.part, None)
-            jobs.append(job)
-        self._hide(jobs)
-        self._enqueue(jobs)
-        self._start()
+        jobs = [UpdateJob(update, update.chunks(), ahead=False) for update in updates]
+        for job in jobs:
+            if job.update.part.range is None:
+                job.update.part.flat.show_away()
+        with self._changed:
+            for job in jobs:
+                job.after = self._ahead.pop(job.update.part, None)
+            # Together, so that no failure and no Ctrl-C leaves one that is waited for and that nobody does.
+            self._enqueue((urgency[job.update.part], job) for job in jobs)
+            self._hidden.update((job.update.part, job) for job in jobs)
+        self._thread.wake()
 
     def begin_ahead(self, update: FlatUpdate, urgency: int, chunks: Iterable[ChunkUpdate]) -> None:
         """Begin an update that is expected to be wanted; the least `urgency` goes first."""
         job = UpdateJob(update, chunks, ahead=True)
-        job.after = self._ahead.get(update.part)
-        self._ahead[update.part] = job
-        self._enqueue([job], urgency)
-        self._start()
+        with self._changed:
+            job.after = self._ahead.get(update.part)
+            self._enqueue([(urgency, job)])
+            self._ahead[update.part] = job
+        self._thread.wake()
 
     def take_ahead(self, updates: Sequence[FlatUpdate]) -> list[FlatUpdate]:
         """Let what was begun ahead count where it is what these updates say, to the bit; the updates left to do."""
-        left, taken = [], []
+        left = []
         with self._changed:
             for update in updates:
                 job = self._ahead.get(update.part)
                 is_right = job is not None and job.standing is _Standing.OPEN and job.update.scalars == update.scalars
                 if job is not None and is_right:
-                    del self._ahead[update.part]
+                    self._hidden[update.part] = self._ahead.pop(update.part)
                     job.take()
-                    taken.append(job)
                 else:
                     left.append(update)
-        self._hide(taken)
-        self.drop_ahead()
+            self.drop_ahead()
         return left
 
     def drop_ahead(self, parts: Iterable[UnitFlat] | None = None) -> None:
@@ -245,7 +259,7 @@ class UpdateQueue:
             If they could not be read or written.
         """
         for part in unit.parts:
-            self._wait_for(part)
+            self._finish(part)
 
     def finish(self) -> None:
         """Return when every unit's states are those after the last step.
@@ -256,70 +270,54 @@ class UpdateQueue:
             If some could not be read or written.
         """
         for part in list(self._hidden):
-            self._wait_for(part)
+            self._finish(part)
 
     def wait_idle(self) -> None:
         """Return when the hidden thread does nothing: what it uses can be used."""
         self.finish()
-        with self._changed:
-            self._changed.wait_for(lambda: self._thread is None)
+        if self._thread.is_busy:
+            self._wait_for(Idle(self._thread))
 
     def close(self) -> None:
         """End what is under way. Errors are told by `failure`."""
         self.drop_ahead()
-        with suppress(ZeroOffloadError):
+        with suppress(Exception):
             self.finish()
-        with self._changed:
-            self._changed.wait_for(lambda: self._thread is None)
+        if self._thread.is_busy:
+            self._wait_for(Idle(self._thread))
 
-    def _wait_for(self, part: UnitFlat) -> None:
+    def _finish(self, part: UnitFlat) -> None:
         job = self._hidden.get(part)
         if job is None:
             return
+        self._refuse_in_child()
         try:
-            self._waits.until(Wait.UPDATE, job)
-        except ZeroOffloadError:
+            self._wait_for(job)
+        except Exception:
             self.has_told = True
             raise
-        del self._hidden[part]
         if part.range is None:
             part.flat.show_full()
-
-    def _hide(self, jobs: Iterable[UpdateJob]) -> None:
-        for job in jobs:
-            part = job.update.part
-            self._hidden[part] = job
-            if part.range is None:
-                part.flat.show_away()
-
-    def _enqueue(self, jobs: Iterable[UpdateJob], urgency: int = 0) -> None:
         with self._changed:
-            self._waiting += [(urgency, job) for job in jobs]
-            self._waiting.sort(key=lambda item: item[0])
+            del self._hidden[part]
 
-    def _start(self) -> None:
-        with self._changed:
-            if self._thread is not None or not self._waiting:
-                return
-            self._thread = threading.Thread(target=self._work, name="zerooffload-update", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError:
-                # The system has no thread left: what should be hidden is done at once.
-                self._thread = None
-        if self._thread is None:
-            self._work()
+    def _wait_for(self, waitable: Waitable) -> None:
+        # Ctrl-C may have come before somebody was found for the work.
+        self._thread.wake()
+        self._waits.until(Wait.UPDATE, waitable)
+
+    def _refuse_in_child(self) -> None:
+        if os.getpid() != self._owner:
+            raise InternalError(
+                f"the parameters are being updated by process {self._owner}, of which this one was forked while it did:"
+                " use the model there"
+            )
+
+    def _enqueue(self, jobs: Iterable[tuple[int, UpdateJob]]) -> None:
+        self._waiting = sorted([*self._waiting, *jobs], key=lambda item: item[0])
 
     def _work(self) -> None:
-        try:
-            with self._in_background():
-                while self._drive():
-                    pass
-        except BaseException as error:  # noqa: BLE001 - raised by who waits
-            self._fail(error)
-
-    def _drive(self) -> bool:
-        """Work until there is nothing to do; whether more has come meanwhile."""
+        """Work until there is nothing to do."""
         while True:
             found = self._next() if self._stream.has_room else None
             if found is not None:
@@ -332,14 +330,6 @@ class UpdateQueue:
                 break
             while self._landing and all(write.done() for write in self._landing[0][2]):
                 self._land_first()
-        with self._changed:
-            if self._thread is not threading.current_thread():
-                return False
-            if self._waiting:
-                return True
-            self._thread = None
-            self._changed.notify_all()
-            return False
 
     def _next(self) -> tuple[UpdateJob, ChunkUpdate] | None:
         with self._changed:
@@ -382,22 +372,28 @@ class UpdateQueue:
 
     def _clear(self) -> None:
         """After a failure: nothing is under way any more."""
-        self._stream.abandon()
-        self._stream.settle()
         with self._changed:
+            self._stream.abandon()
+            # What failed is told by the failure that came first.
+            with suppress(Exception):
+                self._stream.settle()
             self._waiting.clear()
             self._staged.clear()
             self._landing.clear()
 
     def _fail(self, error: BaseException) -> None:
+        """The thread cannot go on; nobody may be left waiting for what it had to do."""
+        if not isinstance(error, Exception):
+            # Ctrl-C is raised where it came; who waits later is not interrupted once more.
+            interrupt, error = error, InternalError("an update was interrupted")
+            error.__cause__ = interrupt
+        jobs = {*self._hidden.values(), *self._ahead.values(), *(job for _, job in self._waiting)}
         self._clear()
-        with self._changed:
-            jobs = {*self._hidden.values(), *self._ahead.values()}
-            if any(job.standing is _Standing.TAKEN and not job.done() for job in jobs):
-                self.failure = error
-            for job in jobs:
-                if not job.done():
-                    job.fail(error)
-            self._ahead.clear()
-            self._thread = None
-            self._changed.notify_all()
+        if any(job.standing is _Standing.TAKEN and not job.done() for job in jobs):
+            self.failure = error
+        else:
+            _log.warning("an update that ran ahead of its step failed, and is done again in it: %s", error)
+        for job in jobs:
+            if not job.done():
+                job.fail(error)
+        self._ahead.clear()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerooffload.runtime.ahead import AheadUpdates
+from zerooffload.runtime.ahead import AheadUpdates, urgencies
 from zerooffload.runtime.backwards import BackwardCount
 from zerooffload.runtime.resources import Parts
 from zerooffload.runtime.update import FlatUpdate
@@ -96,9 +96,8 @@ class Updating:
     def hide(self, updates: Sequence[FlatUpdate], forward_order: Sequence[Unit]) -> Jobs:
         """Let updates go on behind the training thread; what can be waited for until they are home."""
         self._ahead.end()
-        left = {update.part: update for update in self._queue.take_ahead(updates)}
-        in_order = (part for unit in forward_order for part in unit.parts)
-        self._queue.begin([left[part] for part in in_order if part in left])
+        left = self._queue.take_ahead(updates)
+        self._queue.begin(left, urgencies(forward_order))
         return self._queue.under_way()
 
     def step_is_over(self, *, was_skipped: bool = False) -> None:

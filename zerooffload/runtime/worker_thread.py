@@ -60,8 +60,8 @@ class WorkerThread:
                 self._thread.start()
             except RuntimeError:
                 # The system has no thread left: it is done at once.
-                self._thread = None
-        if self._thread is None:
+                self._thread = threading.current_thread()
+        if self._thread is threading.current_thread():
             self._run()
 
     def wait_idle(self) -> None:
@@ -78,11 +78,31 @@ class WorkerThread:
                         if not self._has_work():
                             self._end()
                             return
-        except BaseException as error:  # noqa: BLE001 - raised by who waits
+        except BaseException as error:
             with self.changed:
-                self._failed(error)
-                self._end()
+                try:
+                    self._failed(error)
+                finally:
+                    self._end()
+            if isinstance(error, KeyboardInterrupt):
+                # Only the main thread gets it, where it is to do the work at once.
+                raise
 
     def _end(self) -> None:
         self._thread = None
         self.changed.notify_all()
+
+
+class Idle:
+    """That a thread does nothing; can be waited for."""
+
+    def __init__(self, thread: WorkerThread) -> None:
+        self._thread = thread
+
+    def wait(self) -> None:
+        """Block."""
+        self._thread.wait_idle()
+
+    def done(self) -> bool:
+        """Whether it does nothing now."""
+        return not self._thread.is_busy
