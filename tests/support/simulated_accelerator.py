@@ -10,16 +10,19 @@ when they run. Whatever the mode:
 - a copy to the device delivers poison if compute may still use what the memory held: for a refilled range, if neither
   `copy_in` nor the host is behind the point at which memory was last given back (any range's: an allocator may give the
   same block to another); for memory that compute has written to, if they are not behind compute's latest point;
-- to give memory back under a copy that has not run is an error at once: it would destroy somebody else's bytes.
+- to give memory back under a copy that has not run is an error at once: it would destroy somebody else's bytes;
+- so is work from the thread of hidden updates, which never touches the device.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
 from support.copy_streams import CopyPoint, CopyStream, EarlyStream, Job, LateStream, ThreadedStream
+from support.hidden_turns import THREAD_NAME
 
 from zerooffload.accelerator import Event, Mark, Stream
 from zerooffload.accelerator.cpu import PassedMark
@@ -165,6 +168,7 @@ class SimulatedAccelerator:
 
     def record(self, stream: Stream) -> Event:
         """A point of compute is a new one each time."""
+        _refuse_hidden_thread()
         if isinstance(stream, CopyStream):
             return stream.record()
         self._num_points += 1
@@ -181,6 +185,7 @@ class SimulatedAccelerator:
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue; what the target holds until the copy has run is poison."""
+        _refuse_hidden_thread()
         if target.dtype is not torch.uint8 or target.shape != source.shape or source.dtype is not torch.uint8:
             raise RaceError("a copy is between bytes of one length")
         into, out_of = self._range_of(target), self._range_of(source)
@@ -258,3 +263,8 @@ class SimulatedAccelerator:
             return False
         start = source.data_ptr() - memory.tensor.data_ptr()
         return torch.equal(point.contents[memory][start : start + source.numel()], source)
+
+
+def _refuse_hidden_thread() -> None:
+    if threading.current_thread().name == THREAD_NAME:
+        raise RaceError("the thread of hidden updates gave work to the device")
