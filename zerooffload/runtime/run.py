@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerooffload.errors import ConfigError, InternalError, ZeroOffloadError
+from zerooffload.errors import ConfigError, InternalError
 from zerooffload.journal import Journal, StepRecord
 from zerooffload.optim.kernels import Kernels
 from zerooffload.optim.optimizer import ScalarsOf
@@ -81,6 +82,7 @@ class Run:
         self._failure: BaseException | None = None
         self._what_failed = "an update"
         self._is_closed = False
+        self._owner = os.getpid()
         self._handles: list[RemovableHandle] = []
         self._at_close: list[Callable[[], None]] = []
         by_space = {Space.HOST: kernels[0], Space.DEVICE: kernels[1]}
@@ -129,8 +131,8 @@ class Run:
         self._num_steps = 0
         self._step_began = time.perf_counter()
         self._report: StepReport | None = None
-        # Also at a normal exit and when the run is collected; must not hold the run itself.
-        self._release = weakref.finalize(self, _close_by_owner, resources, os.getpid())
+        # At a normal exit and when the run is collected; must not hold the run itself.
+        self._release = weakref.finalize(self, _close_when_gone, resources, os.getpid(), threading.current_thread())
 
     def install(self) -> None:
         """Put all hooks in place."""
@@ -390,12 +392,14 @@ class Run:
         """Give everything back; again is harmless. Parameters that moved are not usable afterwards."""
         if self._is_closed:
             return
-        self._is_closed = True
         has_told, failure = self._updates.has_told, None
         try:
-            self._updates.finish()
-        except ZeroOffloadError as error:
+            if os.getpid() == self._owner:
+                self._updates.finish()
+        except Exception as error:  # noqa: BLE001 - raised below, when everything is given back
             failure = None if has_told else error
+        # Not before: after Ctrl-C it can be called again.
+        self._is_closed = True
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -406,8 +410,9 @@ class Run:
             for param in unit.parameters():
                 param.grad = None
         try:
-            self._release()
-        except ZeroOffloadError as error:
+            if self._release.detach() is not None:
+                _close_by_owner(self._resources, self._owner)
+        except Exception as error:
             # The step of a hidden update that failed cannot be committed; that is told once.
             if not has_told or error is not self._updates.failure:
                 raise
@@ -437,6 +442,8 @@ class Run:
         self._check_usable()
         self._schedule.recover()
         chosen = self._choose(params)
+        # What no gradient holds is zeroed in place: a step of another optimizer may still be reading it.
+        self._updates.finish()
         self._gradients.drain()
         with self._parts.recorder.working(Work.GRADIENT_NORM, "of the model"):
             mine = norm_sum(chosen, norm_type, self._landing.square_sums, self.access.read_gradient_piece)
@@ -510,7 +517,20 @@ class Run:
         recorder.step_ended(self._report, now)
 
 
-def _close_by_owner(resources: Resources, owner_pid: int) -> None:
+def _close_by_owner(resources: Resources, owner: int) -> None:
     """Give resources back, unless this is a forked child: the files and the engine's threads are its parent's."""
-    if os.getpid() == owner_pid:
+    if os.getpid() == owner:
         resources.close()
+
+
+def _close_when_gone(resources: Resources, owner: int, maker: threading.Thread) -> None:
+    """Give resources back for a run that was collected, or at the end of the process.
+
+    The garbage collector may run on a thread that works for the run: to close there would be to wait for oneself.
+    """
+    if threading.current_thread() in {maker, threading.main_thread()}:
+        _close_by_owner(resources, owner)
+        return
+    with suppress(RuntimeError):
+        # No thread can be started when the process ends; then the system takes everything back.
+        threading.Thread(target=_close_by_owner, args=(resources, owner), name="zerooffload-close").start()
