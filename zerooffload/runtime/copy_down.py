@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -157,22 +157,30 @@ class CopyDown:
         return not self._copying
 
     def _begin(self, chunk: _Chunk) -> None:
+        slot: StagingSlot | None = None
         try:
             slot = self._ring.acquire(self._waits)
+            content = slot.take(chunk.source.numel())
+            event = self._transfers.to_host(
+                content, chunk.source, Wait.GRADIENT_COMPUTED, chunk.name, computed=chunk.computed
+            )
         except BaseException as error:
             chunk.copied.over(error)
+            if slot is not None:
+                self._ring.release(slot)
             raise
-        content = slot.take(chunk.source.numel())
-        event = self._transfers.to_host(
-            content, chunk.source, Wait.GRADIENT_COMPUTED, chunk.name, computed=chunk.computed
-        )
         self._copying.append(_Copying(chunk, content, slot, event))
 
     def _join_first(self) -> None:
         item = self._copying.popleft()
         leaving: list[Waitable] = [item.event]
         try:
-            self._waits.until(Wait.GRADIENT_COPY, item.event)
+            try:
+                self._waits.until(Wait.GRADIENT_COPY, item.event)
+            except BaseException as error:
+                item.chunk.copied.over(error)
+                leaving = []
+                raise
             item.chunk.copied.over()
             leaving = item.chunk.join(item.content, item.slot)
         finally:
@@ -181,7 +189,8 @@ class CopyDown:
     def _fail(self, error: BaseException) -> None:
         self._failure = error
         for item in self._copying:
-            item.event.wait()
+            with suppress(Exception):
+                item.event.wait()
             item.chunk.copied.over(error)
             self._ring.release(item.slot)
         self._copying.clear()

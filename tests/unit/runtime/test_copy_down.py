@@ -24,11 +24,14 @@ NUM_SLOTS = 2
 class Gate:
     """An event that is passed when somebody opens it."""
 
-    def __init__(self) -> None:
+    def __init__(self, failure: Exception | None = None) -> None:
         self.opened = threading.Event()
+        self.failure = failure
 
     def wait(self) -> None:
         assert self.opened.wait(10)
+        if self.failure is not None:
+            raise self.failure
 
     def done(self) -> bool:
         return self.opened.is_set()
@@ -40,14 +43,18 @@ class Transfers:
 
     gates: list[Gate] = field(default_factory=list)
     behind: list[object] = field(default_factory=list)
+    failure: Exception | None = None
+    copy_failure: Exception | None = None
 
     def to_host(
         self, target: torch.Tensor, source: torch.Tensor, produced: object, name: str, *, computed: object
     ) -> Gate:
         del produced, name
+        if self.failure is not None:
+            raise self.failure
         self.behind.append(computed)
         target.copy_(source)
-        self.gates.append(Gate())
+        self.gates.append(Gate(self.copy_failure))
         return self.gates[-1]
 
 
@@ -152,6 +159,22 @@ def test_what_goes_wrong_is_told_once_and_to_those_whose_memory_is_free_then(sce
     scene.send(9)
     scene.open_all()
     assert scene.joined[-1] == 9
+
+
+@pytest.mark.parametrize("what", ["failure", "copy_failure"])
+def test_nobody_is_left_waiting_for_the_memory_of_a_copy_that_failed(scene: Scene, what: str) -> None:
+    setattr(scene.transfers, what, RuntimeError("the device"))
+    tickets = [scene.send(number) for number in range(3)]
+    with pytest.raises(RuntimeError, match="the device"):
+        scene.open_all()
+    for ticket in tickets:
+        with pytest.raises(RuntimeError, match="the device"):
+            ticket.wait()
+    assert scene.ring.num_free == NUM_SLOTS
+    scene.transfers.failure = scene.transfers.copy_failure = None
+    scene.send(9)
+    scene.open_all()
+    assert scene.joined == [9]
 
 
 def test_what_is_abandoned_is_not_joined(scene: Scene) -> None:
