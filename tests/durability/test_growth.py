@@ -15,8 +15,11 @@ allocator needs in addition after some use (50 bytes a step, on average over the
 
 def test_a_thousand_steps_leave_nothing(scratch: Path) -> None:
     ((before, after),) = run_ranks(train_long, 1, str(scratch), [FIRST, LAST])
-    for what in ("descriptors", "python threads", "threads", "lengths", "blocks"):
+    for what in ("descriptors", "lengths", "blocks"):
         assert after[what] == before[what], what
+    for what in ("python threads", "threads"):
+        # That of a hidden update may be through, or not.
+        assert abs(after[what] - before[what]) <= 1, what
     grown_bytes = after["resident bytes"] - before["resident bytes"]
     assert grown_bytes < LEAST_LEAK_BYTES * (LAST - FIRST)
     files = {"lock", "manifest.json", "record-0.bin", "record-1.bin", "scratch.bin", "states.bin"}

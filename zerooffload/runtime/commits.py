@@ -169,7 +169,8 @@ class Commits:
         if self._failure is None and commit is not None and not commit.sealed.is_set():
             commit.was_edited = True
         else:
-            self.settle()
+            # That one: a step that the training thread decides meanwhile waits for who asks here.
+            self._settle(commit)
 
     def settle(self) -> None:
         """Return when the newest step is committed on every rank.
@@ -181,11 +182,13 @@ class Commits:
         RankError
             If another rank could not, or is gone.
         """
+        self._settle(self._pending)
+
+    def _settle(self, commit: _Commit | None) -> None:
         with self._settling:
             if self._failure is not None:
                 raise self._failure
-            commit = self._pending
-            if commit is None:
+            if commit is None or commit is not self._pending:
                 return
             try:
                 self.seal(at_forward=False)

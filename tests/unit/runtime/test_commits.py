@@ -210,3 +210,39 @@ def test_what_came_after_the_record_that_is_continued_is_given_up(loop: Loop) ->
     loop.commits.settle()
     loop.commits.continue_from(loop.seen.records[0])
     assert loop.seen.calls[-1] == ("give up after", 1)
+
+
+class WrittenLater:
+    """Writes of a step that somebody is still at."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def wait(self) -> None:
+        assert self.over.wait(10)
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+
+def test_who_makes_room_does_not_wait_for_a_step_that_waits_for_him(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update ahead asks for room when the step before is not settled; meanwhile the next one, its own, begins."""
+    commits, written = loop.commits, WrittenLater()
+    loop.step(1, 0)
+    commits.seal(at_forward=True)
+    really_settle = commits._settle
+
+    def settle_late(commit: Any) -> None:
+        monkeypatch.setattr(commits, "_settle", really_settle)
+        commits.settle()
+        commits.begin(2, {}, written)
+        really_settle(commit)
+
+    monkeypatch.setattr(commits, "_settle", settle_late)
+    commits.make_room()
+    assert commits.step == 1
+    written.over.set()
+    commits.close()
+    assert commits.step == 2
