@@ -39,6 +39,8 @@ gradients = "nvme"
 nvme_paths = ["{folder}/nvme"]
 host_memory = "32MiB"
 threads = 1
+# The bytes of single steps are compared.
+update = "after_backward"
 
 [training]
 steps = 3
