@@ -73,8 +73,8 @@ using MomentAddresses = std::vector<std::pair<Address, Address>>;
 
 void step(ThreadPool& pool, optim::Rule rule, Address param, Dtype param_dtype, Address companion,
           Address grad, Dtype grad_dtype, optim::MomentFormat moment_format, const MomentAddresses& moments,
-          std::int64_t numel, const std::vector<double>& scalars, std::int64_t first_index, std::uint32_t seed,
-          std::ptrdiff_t param_origin, std::ptrdiff_t record_origin) {
+          std::int64_t numel, const std::vector<double>& scalars, std::int64_t first_index,
+          std::uint32_t seed, std::ptrdiff_t param_origin, std::ptrdiff_t record_origin) {
   const optim::RuleEntry& entry = optim::rule_entry(rule);
   if (moments.size() != static_cast<std::size_t>(entry.num_moments)) {
     throw std::invalid_argument("moments: expected " + std::to_string(entry.num_moments) + ", got " +
@@ -85,8 +85,8 @@ void step(ThreadPool& pool, optim::Rule rule, Address param, Dtype param_dtype, 
                                 std::to_string(scalars.size()));
   }
   optim::StepArrays arrays{
-      at<void>(param), param_dtype, at<void>(companion), at<const void>(grad), grad_dtype, moment_format, {},
-      param_origin,    record_origin};
+      at<void>(param), param_dtype, at<void>(companion), at<const void>(grad), grad_dtype,
+      moment_format,   {},          param_origin,        record_origin};
   for (std::size_t i = 0; i < moments.size(); ++i) {
     arrays.moments.values[i] = at<void>(moments[i].first);
     arrays.moments.exponents[i] = at<std::uint8_t>(moments[i].second);
@@ -153,8 +153,7 @@ void bind_kernels(nb::module_& m) {
       .def_prop_ro("num_threads", &ThreadPool::num_threads);
   m.def("step", &step, "pool"_a, "rule"_a, "param"_a, "param_dtype"_a, "companion"_a, "grad"_a,
         "grad_dtype"_a, "moment_format"_a, "moments"_a, "numel"_a, "scalars"_a, "first_index"_a, "seed"_a,
-        "param_origin"_a = 0, "record_origin"_a = 0,
-        "One pass of a rule over parameters of any dtype.");
+        "param_origin"_a = 0, "record_origin"_a = 0, "One pass of a rule over parameters of any dtype.");
   m.def("split_fp32", &split_fp32, "pool"_a, "source"_a, "param"_a, "remainder"_a, "numel"_a, ReleaseGil(),
         "float32 to bfloat16 and 16-bit remainder, exactly.");
   m.def("join_fp32", &join_fp32, "pool"_a, "param"_a, "remainder"_a, "target"_a, "numel"_a, ReleaseGil(),
