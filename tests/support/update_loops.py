@@ -24,6 +24,7 @@ SKIPPED_STEP = 2
 """In which the loss is infinite, with fp16."""
 ACCUMULATION = {
     "one backward": (1, None, False),
+    "one backward, told": (1, 1, False),
     "four, told": (4, 4, False),
     "four, no_sync": (4, None, True),
     "four, untold": (4, None, False),
@@ -62,6 +63,7 @@ class Loop:
     build: Callable[[], nn.Module] = branching
     loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = lambda model, tokens: model(tokens)
     lr: Callable[[], float | torch.Tensor] = lambda: 1e-2
+    groups: Callable[[nn.Module], Any] = lambda model: model.parameters()
 
 
 class Training:
@@ -81,7 +83,7 @@ class Training:
             zo.offload(self.model, settings)
         else:
             make_ordinary_calls_right(self.model, build_run(self.model, settings, environment))
-        self.optimizer = zo.AdamW(self.model.parameters(), lr=loop.lr(), betas=(0.9, 0.99), weight_decay=0.1)
+        self.optimizer = zo.AdamW(loop.groups(self.model), lr=loop.lr(), betas=(0.9, 0.99), weight_decay=0.1)
         self.scaler = zo.GradScaler(init_scale=64.0, growth_interval=2, enabled=loop.dtype == "fp16")
 
     def backward(self, step: int, number: int, *, scale: float = 1.0) -> None:
@@ -151,7 +153,7 @@ class References:
 
     def _max_norm(self, loop: Loop) -> float | None:
         if loop.clip == "always":
-            return 1e-2
+            return 1e-7
         if loop.clip == "never":
             return 1e9
         norms = run(loop, max_norm=1e9, update="after_backward")[1]

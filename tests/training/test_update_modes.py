@@ -34,8 +34,10 @@ from support.update_loops import (
     rows_of_all_pairs,
     run,
 )
+from torch import nn
 
 import zerooffload as zo
+from zerooffload.runtime.update_queue import UpdateJob
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,6 +56,8 @@ DEVICES: dict[str, tuple[Copies | None, Transfers]] = {
 NVME: Homes = ("nvme", "nvme", "nvme")
 HOST: Homes = ("host", "host", "host")
 HOMES: list[Homes] = PAIRWISE if EXHAUSTIVE else [NVME, HOST, ("nvme", "nvme", "host"), ("host", "nvme", "nvme")]
+NUM_TRAINED_FLATS = 5
+"""Of the small model: the embedding, three blocks and the rest."""
 Row = tuple[Any, ...]
 
 
@@ -122,22 +126,84 @@ def test_the_same_bits(row: Row, nvme: Path, references: References) -> None:
     assert_same(Loop(accumulation, clip, dtype), references, nvme, Where(homes, mode, device, hidden))
 
 
-def test_clipping_sometimes_means_that(references: References) -> None:
+def test_clipping_happens_as_it_is_said(references: References) -> None:
     max_norm, (_, norms, _, _) = references.of(Loop(clip="sometimes"))
     assert max_norm is not None
     assert any(norm > max_norm for norm in norms)
     assert any(norm < max_norm for norm in norms)
+    max_norm, (_, norms, _, _) = references.of(Loop(clip="always"))
+    assert all(norm > max_norm for norm in norms)
+
+
+EVERYTHING_AHEAD = list(itertools.product(MOMENTS, [NVME], ["during_backward"], ["one backward, told", "four, told"]))
+"""Where every update is begun before the loop does what it does."""
+HIDDEN = [
+    (HOST, "under_next_forward"),
+    (HOST, "during_backward"),
+    (NVME, "under_next_forward"),
+    (("nvme", "nvme", "host"), "during_backward"),
+    (("host", "nvme", "nvme"), "during_backward"),
+]
+OTHERWISE = (
+    list(itertools.product(MOMENTS, HOMES, MODES[:2], ["one backward", "one backward, told", "four, no_sync"]))
+    if EXHAUSTIVE
+    else [
+        (moment, *HIDDEN[(number + shift) % len(HIDDEN)], "one backward, told")
+        for number, moment in enumerate(MOMENTS)
+        for shift in (0, 1)
+    ]
+)
+ROUND = list(itertools.product(DEVICES, DTYPES, Hidden))
+
+
+def all_of(cases: list[Row]) -> list[Row]:
+    """Each case on every device, or, if that is too much, on another one each time; all dtypes and times go round."""
+    if not EXHAUSTIVE:
+        return [(*case, *ROUND[7 * number % len(ROUND)]) for number, case in enumerate(cases)]
+    return [
+        (*case, *ROUND[(9 * place + number) % len(ROUND)]) for number, case in enumerate(cases) for place in range(5)
+    ]
+
+
+@pytest.mark.parametrize("row", all_of(EVERYTHING_AHEAD) + all_of(OTHERWISE), ids=named)
+def test_whatever_the_loop_does(row: Row, nvme: Path, references: References) -> None:
+    moment, homes, mode, accumulation, device, dtype, hidden = row
+    if homes == ("device",) * 3 and DEVICES[device][0] is not None:
+        return
+    loop = Loop(accumulation, "never", dtype, MOMENTS[moment], moment)
+    assert_same(loop, references, nvme, Where(homes, mode, device, hidden))
 
 
 @pytest.mark.parametrize(
-    "row",
-    rows(MOMENTS, HOMES, DEVICES, MODES[:2], Hidden, list(ACCUMULATION)[:2], CLIPS[:2], DTYPES, homes=1),
-    ids=named,
+    ("homes", "device"),
+    [
+        (NVME, "cpu"),
+        (NVME, "late"),
+        (HOST, "late"),
+        (("nvme", "nvme", "host"), "cpu"),
+        (("host", "nvme", "nvme"), "late"),
+    ],
 )
-def test_whatever_the_loop_does(row: Row, nvme: Path, references: References) -> None:
-    moment, homes, device, mode, hidden, accumulation, clip, dtype = row
-    loop = Loop(accumulation, clip, dtype, MOMENTS[moment], moment)
-    assert_same(loop, references, nvme, Where(homes, mode, device, hidden))
+def test_updates_really_go_ahead(
+    homes: Homes, device: str, nvme: Path, references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them where the step says what was expected; where the norm is too large, none counts."""
+    really_take, taken = UpdateJob.take, list[UpdateJob]()
+
+    def take(job: UpdateJob) -> None:
+        taken.append(job)
+        really_take(job)
+
+    monkeypatch.setattr(UpdateJob, "take", take)
+    where = Where(homes, "during_backward", device, Hidden.THREADED)
+    assert_same(Loop("one backward, told"), references, nvme, where)
+    units = {job.update.part.flat.layout.name for job in taken}
+    assert len(units) == NUM_TRAINED_FLATS
+    taken.clear()
+    assert_same(Loop("one backward, told", "always"), references, nvme, where)
+    assert taken == []
+    assert_same(Loop("one backward"), references, nvme, where)
+    assert taken != []
 
 
 @pytest.mark.parametrize(("homes", "mode"), list(itertools.product([NVME, HOST], MODES[:2])))
@@ -145,6 +211,24 @@ def test_a_learning_rate_in_a_tensor(homes: Homes, mode: str, nvme: Path, refere
     """It is read when step() is called: what was begun ahead with another one is done again."""
     for name in ("learning rate changed before the step", "learning rate changed after the step"):
         loop = Loop(moments=MOMENTS[name], name=f"{name}, a tensor", lr=lambda: torch.tensor(1e-2))
+        assert_same(loop, references, nvme, Where(homes, mode, "late", Hidden.THREADED))
+
+
+def matrices(model: nn.Module) -> list[nn.Parameter]:
+    """What lies between them in the buffers is not updated, or otherwise."""
+    return [param for param in model.parameters() if param.dim() > 1 and param.requires_grad]
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    others = [param for param in model.parameters() if param.dim() <= 1 and param.requires_grad]
+    return [{"params": matrices(model)}, {"params": others, "lr": 1e-3, "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize(("homes", "mode"), list(itertools.product([NVME, HOST, ("host", "nvme", "host")], MODES[:2])))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups(homes: Homes, mode: str, dtype: str | None, nvme: Path, references: References) -> None:
+    for groups in (matrices, two_groups):
+        loop = Loop("one backward, told", dtype=dtype, groups=groups, name=groups.__name__)
         assert_same(loop, references, nvme, Where(homes, mode, "late", Hidden.THREADED))
 
 

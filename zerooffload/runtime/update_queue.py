@@ -209,9 +209,10 @@ class UpdateQueue:
         self._thread.wake()
 
     def begin_ahead(self, update: FlatUpdate, urgency: int, chunks: Iterable[ChunkUpdate]) -> None:
-        """Begin an update that is expected to be wanted; the least `urgency` goes first."""
+        """Begin an update that is expected to be wanted, in place of an earlier one; the least `urgency` goes first."""
         job = UpdateJob(update, chunks, ahead=True)
         with self._changed:
+            self.drop_ahead([update.part])
             job.after = self._ahead.get(update.part)
             self._enqueue([(urgency, job)])
             self._ahead[update.part] = job

@@ -329,6 +329,16 @@ def test_ahead_twice_the_second_waits_for_the_first(scene: Scene) -> None:
     assert a.log == ["drop 0", "drop 1", "take 0", "take 1"]
 
 
+def test_ahead_again_without_a_word_takes_the_place_of_the_first(scene: Scene) -> None:
+    a = Part("a")
+    scene.ahead(Update(a, "first"))
+    scene.queue.wait_idle()
+    scene.ahead(Update(a))
+    scene.queue.wait_idle()
+    assert scene.take(Update(a)) == []
+    assert a.log == ["drop 0", "drop 1", "take 0", "take 1"]
+
+
 def test_where_there_is_no_second_place_now_it_is_left_to_the_step(scene: Scene) -> None:
     a = Part("a")
     scene.stream.num_rooms = 1
