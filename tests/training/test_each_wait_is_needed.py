@@ -155,7 +155,7 @@ COVERED: dict[tuple[str, Wait], tuple[str, Case | None]] = {
         "the host has just waited for the copy itself (STATE_WRITE)",
         Case(("nvme", "device", "host"), recipe=EDITED_BF16),
     ),
-    ("commits.settle", Wait.COMMIT): (
+    ("commits._settle", Wait.COMMIT): (
         "it guards against crashes alone, and whoever waits without a thread commits first",
         Case(NVME, on_device=False),
     ),

@@ -101,7 +101,7 @@ class Formula:
         return self.commits * up(72 + up(num_chunks, 8) + 8 * num_chunks + 131_072, PAGE)
 
     def rings(self) -> int:
-        """Four slots and more for what the update cannot address, four for parameters, two or four for gradients."""
+        """Four slots and more for what the update cannot address, eight for parameters, two or eight for gradients."""
         full = max(self.chunks(max(self.flats)))
         far = [width for home, width in self.states if home == "nvme" or (self.on_device and home == "device")]
         if all(home == "device" for home, _ in self.states):
@@ -115,7 +115,7 @@ class Formula:
             arriving = self.on_device * up(self.widths.arriving * full, PAGE)
             gradient_slot = arriving + (self.gradients == "nvme") * up(self.widths.gradient * full, PAGE)
         param_slot = up(self.widths.param * full, PAGE) if self.on_device and self.params == "nvme" else 0
-        return num_slots * slot + 4 * param_slot + (4 if self.on_device else 2) * gradient_slot
+        return num_slots * slot + 8 * param_slot + (8 if self.on_device else 2) * gradient_slot
 
     def windows(self) -> int:
         """All parameters that move, and two of the largest gradient buffers that collect."""

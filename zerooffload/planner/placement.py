@@ -35,11 +35,11 @@ CHUNK_NUMEL = 2 << 20
 """Elements of a chunk: 16 MiB of fp32 moments."""
 NUM_STAGING_SLOTS = 4
 """Three chunks being read and stepped, one being written."""
-NUM_PARAMETER_SLOTS = 4
-"""Three chunks being read, one being copied to the device."""
+NUM_PARAMETER_SLOTS = 8
+"""Chunks being read while the drive is busy with an update's, and one being copied to the device."""
 NUM_GRADIENT_SLOTS = 2
-NUM_GRADIENT_SLOTS_OF_A_DEVICE = 4
-"""One being copied down, one joined with its home, two being written."""
+NUM_GRADIENT_SLOTS_OF_A_DEVICE = 8
+"""One being copied down, one joined with its home, and others being written while the drive is busy with an update."""
 JOURNAL_HOLDER = "journal"
 
 

@@ -92,9 +92,12 @@ class Fetcher:
         return fetch
 
     def _begin_updated(self) -> None:
-        """Begin to read the units whose updates are home. Where one failed, who waits for its fetch is told."""
-        for fetch in [fetch for fetch in self._not_begun if self._updates.is_home(fetch.unit)]:
-            self._begin(fetch)
+        """Begin to read, in the order of need, up to the first whose update is not home.
+
+        Where one failed, who waits for its fetch is told.
+        """
+        while self._not_begun and self._updates.is_home(self._not_begun[0].unit):
+            self._begin(self._not_begun[0])
 
     def _begin(self, fetch: Fetch) -> None:
         self._updates.wait(fetch.unit)
@@ -146,10 +149,11 @@ class Fetcher:
         """
         if fetch in self._not_begun:
             self._begin(fetch)
-        wait_for_all(self._waits, Wait.PARAMETER_READ, fetch.direct_reads)
-        while fetch.num_staged:
-            self._issue()
-            self._copy_first()
+        with self._updates.giving_way():
+            wait_for_all(self._waits, Wait.PARAMETER_READ, fetch.direct_reads)
+            while fetch.num_staged:
+                self._issue()
+                self._copy_first()
         if fetch.failure is not None:
             raise fetch.failure
         if fetch.last_copy is not None:

@@ -18,8 +18,8 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum
 
 from zerooffload.errors import InternalError
@@ -156,6 +156,7 @@ class UpdateQueue:
     ) -> None:
         self.failure: BaseException | None = None
         self.has_told = False
+        self._is_giving_way = False
         self._owner = os.getpid()
         self._stream = stream
         self._waits = waits
@@ -279,6 +280,15 @@ class UpdateQueue:
         if self._thread.is_busy:
             self._wait_for(Idle(self._thread))
 
+    @contextmanager
+    def giving_way(self) -> Iterator[None]:
+        """Inside, the training thread waits for a drive: one chunk at a time goes there for updates."""
+        self._is_giving_way = True
+        try:
+            yield
+        finally:
+            self._is_giving_way = False
+
     def close(self) -> None:
         """End what is under way. Errors are told by `failure`."""
         self.drop_ahead()
@@ -320,7 +330,7 @@ class UpdateQueue:
     def _work(self) -> None:
         """Work until there is nothing to do."""
         while True:
-            found = self._next() if self._stream.has_room else None
+            found = self._next() if self._may_stage else None
             if found is not None:
                 self._stage(*found)
             elif self._staged:
@@ -331,6 +341,11 @@ class UpdateQueue:
                 break
             while self._landing and all(write.done() for write in self._landing[0][2]):
                 self._land_first()
+
+    @property
+    def _may_stage(self) -> bool:
+        """Who waits for a drive should not find it busy with what is needed later."""
+        return self._stream.num_staged == 0 if self._is_giving_way else self._stream.has_room
 
     def _next(self) -> tuple[UpdateJob, ChunkUpdate] | None:
         with self._changed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,9 @@ class Updates:
 
     def wait(self, _: object) -> None:
         self.are_home = True
+
+    def giving_way(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 class Device:
