@@ -104,6 +104,8 @@ class CopyStream:
         self.done_seconds: list[float] = []
         self._num_enqueued = 0
         self._jobs: deque[Job] = deque()
+        # The thread that trains and the one that brings gradients down use the same queue.
+        self._turn = threading.RLock()
         self._random = random.Random(seed)  # noqa: S311 - reproducible delays
 
     def wait(self, event: Event) -> None:
@@ -125,8 +127,9 @@ class CopyStream:
 
     def enqueue(self, job: Job) -> None:
         """Take a copy."""
-        self._num_enqueued += 1
-        self._jobs.append(job)
+        with self._turn:
+            self._num_enqueued += 1
+            self._jobs.append(job)
 
     def pending(self) -> list[Job]:
         """Copies that have not run."""
@@ -154,8 +157,9 @@ class LateStream(CopyStream):
 
     def run_until(self, position: int) -> None:
         """Run what has not run."""
-        while self.num_done < position:
-            self._run_first()
+        with self._turn:
+            while self.num_done < position:
+                self._run_first()
 
 
 class EarlyStream(CopyStream):
@@ -163,8 +167,9 @@ class EarlyStream(CopyStream):
 
     def enqueue(self, job: Job) -> None:
         """Run it."""
-        super().enqueue(job)
-        self._run_first()
+        with self._turn:
+            super().enqueue(job)
+            self._run_first()
 
     def run_until(self, position: int) -> None:
         """Nothing is ever left."""
