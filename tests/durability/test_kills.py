@@ -129,6 +129,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], U
         ranks = range(world_size)
         assert [done.endings[rank]["ending"] for rank in ranks] == [["", ""]] * world_size
         each = [losses_of(folder, rank) for rank in ranks]
+        # Updates are hidden: their moments are among those at which it is killed.
+        assert all("zerooffload-update" in done.endings[rank]["threads"] for rank in ranks)
         assert [list(steps) for steps in each] == [list(range(NUM_STEPS))] * world_size
         return Uninterrupted(done.seconds, each, done.endings)
 

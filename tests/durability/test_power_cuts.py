@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from support.drive_images import BLOCK_BYTES, KEEP, Committed, chosen_pieces
 from support.durable_training import ALL_ON_NVME, Reference, Scenario
 from support.power_cuts import Resumptions, any_image, check_all_prefixes, folder_with, recorded_run
+from support.thoroughness import one_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -111,3 +113,47 @@ def test_cut_again_while_resuming_and_after(uninterrupted: Uninterrupted, scratc
         with folder_with(image, scratch) as folder:
             again = recorded_run(scenario, folder, committed=1)
             assert min(check_all_prefixes(again, resumptions, thoroughly=False)) >= 1
+
+
+def hidden(scenario: Scenario, update: str) -> Scenario:
+    return replace(scenario, config={**scenario.config, "update": update, "accumulation_steps": 1})
+
+
+UPDATES = ("under_next_forward", "during_backward")
+CASES = [
+    (kind, UPDATES[number]) for place, kind in enumerate(SHORT) for number in range(2)[place % one_in(2) :: one_in(2)]
+]
+"""With ZEROOFFLOAD_TEST_EXHAUSTIVE=1 both ways of hiding for each kind."""
+
+
+@pytest.mark.parametrize(("kind", "update"), CASES)
+def test_any_prefix_of_a_run_whose_updates_are_hidden(
+    kind: str, update: str, uninterrupted: Uninterrupted, scratch: Path
+) -> None:
+    """In the background, as they are; what is resumed has the bits of a run in which nothing is hidden."""
+    scenario = hidden(SHORT[kind], update)
+    resumptions = Resumptions(scenario, uninterrupted(SHORT[kind]), scratch, in_background=True)
+    log = recorded_run(scenario, scratch / "recorded", in_background=True)
+    reached = check_all_prefixes(log, resumptions, thoroughly=False)
+    assert reached == set(range(len(resumptions.reference.moments)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "update"), [("bf16, gradients on nvme", "during_backward"), ("durable", "under_next_forward")]
+)
+def test_any_subset_of_the_writes_of_hidden_updates_lost_or_torn(
+    kind: str, update: str, uninterrupted: Uninterrupted, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zerooffload.planner.placement.CHUNK_NUMEL", 4096)
+    scenario = hidden(LONG[kind], update)
+    resumptions = Resumptions(scenario, uninterrupted(LONG[kind]), scratch, in_background=True)
+    log = recorded_run(scenario, scratch / "recorded", in_background=True)
+    begins = next(number for number, event in enumerate(log.events) if isinstance(event, Committed))
+
+    @settings(max_examples=20, suppress_health_check=list(HealthCheck))
+    @given(st.randoms(use_true_random=True))
+    def any_cut(choice: random.Random) -> None:
+        drive = log.drive_after(choice.randrange(begins, len(log.events) + 1))
+        resumptions.check(any_image(drive, choice), drive)
+
+    any_cut()

@@ -56,6 +56,7 @@ class Moments:
 
     def __init__(self, kill: Kill | None) -> None:
         self.counts: Counter[str] = Counter()
+        self.threads: set[str] = set()
         self._kill = kill
         self._lock = threading.Lock()
 
@@ -64,6 +65,7 @@ class Moments:
         with self._lock:
             number = self.counts[moment]
             self.counts[moment] += 1
+            self.threads.add(threading.current_thread().name)
         if self._kill is not None and (self._kill.moment, self._kill.number) == (moment, number):
             if self._kill.is_fault:
                 raise zo.TierIOError(moment, "a file", errno.EIO)
@@ -176,7 +178,7 @@ def drives(folder: str | Path) -> list[Path]:
 def train(rank: int, world_size: int, folder: str, kill: Kill | None) -> dict[str, Any]:
     """Train to the end, from wherever an earlier call in this folder came to.
 
-    Returns the moments that came; and how it ended: an error's class and text, or the final states.
+    Returns the moments that came, on which threads, and how it ended: an error's class and text, or the final states.
     """
     moments = Moments(kill if kill is not None and kill.rank == rank else None)
     if world_size > 1:
@@ -189,7 +191,7 @@ def train(rank: int, world_size: int, folder: str, kill: Kill | None) -> dict[st
         ending = [type(error).__name__, str(error)]
     else:
         ending = ["", ""]
-    return {"moments": dict(moments.counts), "ending": ending, **result}
+    return {"moments": dict(moments.counts), "threads": sorted(moments.threads), "ending": ending, **result}
 
 
 def _train(rank: int, world_size: int, folder: str, moments: Moments) -> dict[str, Any]:
