@@ -142,3 +142,81 @@ def test_chunks_go_to_paths_in_proportion_to_what_they_bear(
     extents = sorted((place.path, offset) for place in places for offset in place.offsets)
     assert len(set(extents)) == 2 * len(places)
     tier.close()
+
+
+@pytest.mark.parametrize("kept", [Kept("p", 2), None], ids=["kept", "not kept"])
+def test_what_is_written_ahead_lies_beside_the_record_until_it_is_taken(
+    tmp_path: Path, recorder: CountingRecorder, layout: RecordLayout, kept: Kept | None
+) -> None:
+    tier = open_tier(tmp_path, recorder)
+    block = tier.allocate(layout, "parameters", kept, num_places=2)
+    tier.reserve()
+    assert block.num_places == 2
+    block.initialize(1, filled(layout, 1, 1)).wait()
+    for value in (2, 3):
+        before = value - 1
+        assert block.may_write_ahead(1)
+        block.write_ahead(1, filled(layout, 1, 9)).wait()
+        assert first_byte(block, 1) == before
+        block.drop_ahead(1)
+        assert first_byte(block, 1) == before
+        assert block.may_write_ahead(1)
+        block.write_ahead(1, filled(layout, 1, value)).wait()
+        assert first_byte(block, 1) == before
+        block.take_ahead(1)
+        assert first_byte(block, 1, checked=True) == value
+        if kept is not None:
+            assert not block.may_write_ahead(1)
+            tier.slots.commit(tier.slots.state())
+    block.write(1, filled(layout, 1, 4)).wait()
+    assert first_byte(block, 1) == 4
+    tier.close()
+
+
+def test_a_slot_of_the_ring_holds_what_was_taken_and_not_what_was_dropped(
+    tmp_path: Path, recorder: CountingRecorder, layout: RecordLayout
+) -> None:
+    """By versions: every write is one, and so is a drop, which makes an older content the record again."""
+    tier = open_tier(tmp_path, recorder)
+    block = tier.allocate(layout, "parameters", Kept("p", 2))
+    tier.reserve()
+    block.initialize(0, filled(layout, 0, 1)).wait()
+    versions = [block.version(0)]
+    block.write_ahead(0, filled(layout, 0, 2)).wait()
+    versions.append(block.version(0))
+    block.drop_ahead(0)
+    versions.append(block.version(0))
+    block.write_ahead(0, filled(layout, 0, 3)).wait()
+    versions.append(block.version(0))
+    assert len(set(versions)) == len(versions)
+    block.take_ahead(0)
+    assert block.version(0) == versions[-1]
+    tier.close()
+
+
+def test_a_write_ahead_that_failed_loses_nothing(
+    tmp_path: Path, recorder: CountingRecorder, layout: RecordLayout
+) -> None:
+    tier = open_tier(tmp_path, recorder, faults=[Fault(at=2, operation="write", transferred_bytes=4096)])
+    block = tier.allocate(layout, "parameters", Kept("p", 2))
+    tier.reserve()
+    block.initialize(0, filled(layout, 0, 1)).wait()
+    with pytest.raises(TierIOError, match="write of"):
+        block.write_ahead(0, filled(layout, 0, 2)).wait()
+    assert first_byte(block, checked=True) == 1
+    tier.slots.state()
+    block.write(0, filled(layout, 0, 3)).wait()
+    assert first_byte(block, checked=True) == 3
+    tier.close()
+
+
+def test_a_record_in_one_place_is_not_written_ahead(
+    tmp_path: Path, recorder: CountingRecorder, layout: RecordLayout
+) -> None:
+    tier = open_tier(tmp_path, recorder)
+    blocks = [tier.allocate(layout, "gradients"), tier.allocate(layout, "parameters", Kept("p", 1))]
+    tier.reserve()
+    for block in blocks:
+        assert block.num_places == 1
+        assert not block.may_write_ahead(0)
+    tier.close()

@@ -101,6 +101,102 @@ def test_what_is_lost_comes_back_with_what_was_before(table: SlotTable) -> None:
     assert table.is_committed
 
 
+def test_what_is_written_ahead_is_the_newest_when_it_is_taken(table: SlotTable) -> None:
+    before = table.state()
+    assert table.may_write_ahead(1)
+    slot = table.begin_write(1)
+    table.wrote_ahead(1, slot, 21)
+    assert (table.current(1), table.checksum(1)) == (0, 0)
+    assert table.state().slots.tolist() == before.slots.tolist()
+    assert table.is_committed
+    table.take_ahead(1)
+    assert (table.current(1), table.checksum(1)) == (slot, 21)
+    assert not table.is_committed
+
+
+def test_what_is_dropped_changes_nothing(table: SlotTable) -> None:
+    table.wrote_ahead(1, table.begin_write(1), 21)
+    for _ in range(2):
+        table.drop_ahead(1)
+    assert (table.current(1), table.checksum(1)) == (0, 0)
+    assert table.is_committed
+    with pytest.raises(KeyError):
+        table.take_ahead(1)
+    table.wrote_ahead(1, table.begin_write(1), 22)
+    table.take_ahead(1)
+    assert table.checksum(1) == 22
+
+
+def test_nothing_is_written_ahead_over_what_is_newest(table: SlotTable) -> None:
+    write(table, 1, 11)
+    assert not table.may_write_ahead(1)
+    assert table.may_write_ahead(0)
+    table.commit(table.state())
+    assert table.may_write_ahead(1)
+    table.lost(1, OSError("gone"))
+    assert not table.may_write_ahead(1)
+
+
+def test_what_has_one_slot_is_not_written_ahead_and_makes_no_room(table: SlotTable) -> None:
+    def refuse() -> None:
+        raise RuntimeError("no room")
+
+    table.make_room = refuse
+    assert not table.may_write_ahead(3)
+    with pytest.raises(RuntimeError, match="no room"):
+        table.may_write_ahead(0)
+
+
+def test_room_is_made_before_it_is_known_what_is_committed(table: SlotTable) -> None:
+    write(table, 0, 1)
+    table.make_room = lambda: table.commit(table.state())
+    assert table.may_write_ahead(0)
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.sampled_from(["write", "ahead", "take", "drop"]), st.integers(0, 2)),
+    st.tuples(st.sampled_from(["commit", "undo"]), st.just(0)),
+)
+
+
+@given(st.lists(ACTIONS, max_size=80))
+def test_what_the_newest_commit_names_is_not_written_to_ahead_either(actions: list[tuple[str, int]]) -> None:
+    """Against dictionaries of what lies in each slot, and of what was written ahead and not taken."""
+    table = SlotTable()
+    table.add(3, 2)
+    content = {(index, slot): 0 for index in range(3) for slot in range(2)}
+    ahead: dict[int, int] = {}
+    named, committed = table.state(), dict.fromkeys(range(3), 0)
+    for number, (action, index) in enumerate(actions, start=1):
+        if action == "commit":
+            named = table.state()
+            table.commit(named)
+            committed = {chunk: content[chunk, table.current(chunk)] for chunk in range(3)}
+            # A commit comes before anything is begun ahead, or after all of it.
+            for chunk in list(ahead):
+                table.drop_ahead(chunk)
+            ahead.clear()
+        elif action == "undo":
+            table.restore(named)
+        elif action == "write" and index not in ahead:
+            slot = table.begin_write(index)
+            content[index, slot] = number
+            table.wrote(index, slot, number)
+        elif action == "ahead" and table.may_write_ahead(index):
+            slot = table.begin_write(index)
+            content[index, slot] = ahead[index] = number
+            table.wrote_ahead(index, slot, number)
+        elif action == "take" and index in ahead:
+            table.take_ahead(index)
+            assert table.checksum(index) == ahead.pop(index)
+        elif action == "drop":
+            table.drop_ahead(index)
+            ahead.pop(index, None)
+        for chunk in range(3):
+            assert content[chunk, named.slots[chunk]] == committed[chunk]
+            assert content[chunk, table.current(chunk)] == table.checksum(chunk)
+
+
 @given(st.lists(st.one_of(st.integers(0, 2), st.sampled_from(["commit", "undo"])), max_size=60))
 def test_what_the_newest_commit_names_is_never_written_to(actions: list[int | str]) -> None:
     """Against two dictionaries of what lies in each slot."""

@@ -203,3 +203,38 @@ def test_the_cache_gives_way_to_whoever_needs_the_budget(accelerator: CpuAcceler
         budget.lease(4 * SLOT_BYTES, "copies")
     ring.close()
     assert budget.leased_bytes == 0
+
+
+def test_what_is_asked_for_in_the_same_order_again_is_met_where_it_still_is(
+    long_ring: StagingRing, waits: Waits
+) -> None:
+    """Of five slots, two for work: going round over eight records, the three that stay are read no more."""
+    long_ring.goes_round = True
+    block = Versioned()
+    rounds = []
+    for _ in range(6):
+        held = []
+        for key in range(8):
+            slot = long_ring.acquire(waits, key)
+            if slot.holds(block, key):  # type: ignore[arg-type]
+                held.append(key)
+            slot.take(4096)
+            slot.keep(block, key)  # type: ignore[arg-type]
+            long_ring.release(slot, keeps=True)
+        rounds.append(len(held))
+    assert rounds[0] == 0
+    assert min(rounds[1:]) >= 3
+    long_ring.goes_round = False
+    for key in range(8):
+        filled(long_ring, waits, key, block)
+    # As ever, what was released longest ago would be gone just before it is asked for.
+    assert [key for key in range(8) if key in long_ring._full] == [3, 4, 5, 6, 7]
+
+
+def test_going_round_takes_the_oldest_where_few_are_full(ring: StagingRing, waits: Waits) -> None:
+    ring.goes_round = True
+    block = Versioned()
+    for key in range(3):
+        filled(ring, waits, key, block)
+    assert ring.acquire(waits, 7).key == 7
+    assert [key for key in range(3) if key in ring._full] == [1, 2]
