@@ -6,6 +6,7 @@ ZEROOFFLOAD_TEST_EXHAUSTIVE=1 goes through products of half of the axes; else ea
 from __future__ import annotations
 
 import itertools
+import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.environments import COMBINATIONS, PAIRWISE, Homes, cpu_with_simulated_drive, simulated
+from support.folders import leftovers
 from support.hidden_turns import Hidden, hidden_updates
 from support.reference_training import language_loss
 from support.simulated_accelerator import Copies, SimulatedAccelerator
@@ -273,3 +275,31 @@ def test_two_optimizers(homes: Homes, device: str, nvme: Path) -> None:
         with environment(device) as env, hidden_updates(hidden):
             found = train_with_two_optimizers(env, {**config, "update": mode})
         assert differences("found", expected, found) == []
+
+
+class Enough(Exception):  # noqa: N818 - not an error
+    """The loop ends here."""
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("homes", [NVME, HOST, ("nvme", "host", "nvme")], ids="-".join)
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_ended_at_any_moment(mode: str, homes: Homes, device: str, nvme: Path) -> None:
+    """Nothing is left, not even a thread; in the middle of whatever is hidden."""
+
+    def enough(_: Training, step: int) -> None:
+        if step == 1:
+            raise Enough
+
+    config: dict[str, Any] = dict(zip(("params", "optimizer", "gradients"), homes, strict=True))
+    memory = {"host_memory": "16MiB", "device_memory": "16MiB", "nvme_paths": [nvme]}
+    before = set(threading.enumerate())
+    moments = (Moments(after_backward=enough), Moments(after_step=enough), Moments(after_zero_grad=enough))
+    for moment, hidden in itertools.product(moments, Hidden):
+        with environment(device) as env, hidden_updates(hidden), pytest.raises(Enough):
+            run(Loop("one backward, told", moments=moment), env, update=mode, **config, **memory)
+        assert leftovers(nvme) == []
+    for thread in set(threading.enumerate()) - before:
+        if thread.name.startswith("zerooffload-"):
+            thread.join(10)
+            assert not thread.is_alive()

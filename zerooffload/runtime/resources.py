@@ -20,6 +20,7 @@ from zerooffload.memory import Budget, Lease
 from zerooffload.planner.admission import AnnouncedPlan, Limits
 from zerooffload.planner.placement import JOURNAL_HOLDER, NUM_PARAMETER_SLOTS, NUM_STAGING_SLOTS
 from zerooffload.runtime.commits import Commits
+from zerooffload.runtime.landing import Landing
 from zerooffload.runtime.storage import Storage
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.telemetry import Recorder, TierUsage, Waits, process_resident_bytes
@@ -117,8 +118,10 @@ class Resources:
         Of the update, of parameters on their way to the device, and of gradients.
     nvme : NvmeTier or None
         The tier of that name.
+    landing : Landing or None
+        Set by the run that takes these. Ended first: it uses a ring.
     updates : UpdateQueue or None
-        Set by the run that takes these. Ended first.
+        Set by the run that takes these. Ended next.
     commits : Commits or None
         Where steps are committed: set once the run has begun. Finished before anything is given back.
     """
@@ -133,6 +136,7 @@ class Resources:
     ) -> None:
         self._plan = plan
         self.nvme: NvmeTier | None = None
+        self.landing: Landing | None = None
         self.updates: UpdateQueue | None = None
         self.commits: Commits | None = None
         limits = plan.limits
@@ -228,9 +232,12 @@ class Resources:
         ZeroOffloadError
             If the last step could not be committed; everything is given back all the same.
         """
+        landing, self.landing = self.landing, None
         updates, self.updates = self.updates, None
         commits, self.commits = self.commits, None
         try:
+            if landing is not None:
+                landing.abandon()
             if updates is not None:
                 updates.close()
             if commits is not None:

@@ -100,6 +100,7 @@ class Run:
             waits=parts.waits,
             recorder=parts.recorder,
         )
+        resources.landing = self._landing
         self._tracking = Tracking(parts.accelerator)
         ahead = AheadUpdates(updates, self._landing, self._tracking.optimizers)
         self._updating = Updating(updates, ahead, policy, resources.ring, parts)
