@@ -149,10 +149,12 @@ class CudaAccelerator:
         """Page-aligned memory of the exact size, registered: torch's pinned allocator rounds up to a power of two."""
         pages = PageRange(nbytes)
         pages.populate()
-        status = torch.cuda.cudart().cudaHostRegister(pages.tensor.data_ptr(), pages.nbytes, 0)
-        if int(status) != 0:
-            # Not an error: copies from unpinned memory are right, only slower and not asynchronous.
-            torch.cuda.cudart().cudaGetLastError()
+        # On a thread that has used no device yet, the current one is the first of the machine, not this one.
+        with torch.cuda.device(self.device):
+            status = torch.cuda.cudart().cudaHostRegister(pages.tensor.data_ptr(), pages.nbytes, 0)
+            if int(status) != 0:
+                # Not an error: copies from unpinned memory are right, only slower and not asynchronous.
+                torch.cuda.cudart().cudaGetLastError()
         return pages.tensor
 
     def record(self, stream: Stream) -> Event:
