@@ -324,6 +324,19 @@ def show_checks(checks: Sequence[Mapping[str, Any]]) -> None:
     print(f"\n{sum(not item['ok'] for item in checks)} of {len(checks)} targets missed")
 
 
+def tell(result: Mapping[str, Any], json_file: Path | None) -> None:
+    """Print the checks of a benchmark's result, and write all of it where that is asked for."""
+    show_checks(result["checks"])
+    if json_file:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def refuse_wrong_bytes(checks: Sequence[Mapping[str, Any]]) -> None:
+    """End with an error if a check of bytes failed: what moved is not a matter of speed."""
+    if not all(item["ok"] for item in checks if "bytes" in item["name"]):
+        raise SystemExit("the bytes that moved are not those of the formula")
+
+
 def machine(folder: Path) -> dict[str, Any]:
     """Where this runs."""
     setting, cpus = Path("/sys/kernel/mm/transparent_hugepage/enabled"), Path("/proc/cpuinfo")

@@ -16,7 +16,6 @@ ratios are of figures of the same repetition. A missed target does not change th
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -39,9 +38,9 @@ from disk_limit import (
     machine,
     positive,
     scratch_folder,
-    show_checks,
     spread,
     take_turns,
+    tell,
     timed,
     versions,
 )
@@ -331,9 +330,7 @@ def main() -> None:
     """Run and report."""
     args = arguments()
     result = run(args)
-    show_checks(result["checks"])
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    tell(result, args.json)
 
 
 if __name__ == "__main__":

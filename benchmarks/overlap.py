@@ -19,7 +19,6 @@ status; bytes that are not those of the formula do.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -41,9 +40,10 @@ from disk_limit import (
     lay_out,
     machine,
     positive,
+    refuse_wrong_bytes,
     scratch_folder,
-    show_checks,
     spread,
+    tell,
     versions,
 )
 from floors import (
@@ -799,11 +799,8 @@ def main() -> None:
     """Run and report."""
     args = arguments()
     result = run(args)
-    show_checks(result["checks"])
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    if not all(item["ok"] for item in result["checks"] if "bytes" in item["name"]):
-        raise SystemExit("the bytes that moved are not those of the formula")
+    tell(result, args.json)
+    refuse_wrong_bytes(result["checks"])
 
 
 if __name__ == "__main__":

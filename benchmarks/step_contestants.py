@@ -139,8 +139,8 @@ class Ours:
         }
 
 
-class FullyShard:
-    """FSDP2 with CPU offload, one rank."""
+class FullyShard(Plain):
+    """PyTorch with FSDP2 and CPU offload, one rank."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         import torch.distributed as dist  # noqa: PLC0415
@@ -156,22 +156,6 @@ class FullyShard:
             fully_shard(layer, mesh=mesh, offload_policy=policy)
         fully_shard(self._model, mesh=mesh, offload_policy=policy)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True, **OPTIONS)
-
-    def step(self, tokens: torch.Tensor) -> float:
-        """See `Contestant`."""
-        loss = loss_of(self._model, tokens)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), MAX_NORM)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        return loss.item()
-
-    def settle(self) -> None:
-        """Nothing goes on."""
-
-    def finish(self) -> dict[str, Any]:
-        """Nothing to tell."""
-        return {"versions": {"torch": torch.__version__}}
 
 
 class DeepSpeed:

@@ -35,8 +35,8 @@ from disk_limit import (
     machine,
     positive,
     scratch_folder,
-    show_checks,
     spread,
+    tell,
     versions,
 )
 from floors import Demand, mix_of
@@ -409,9 +409,7 @@ def main() -> None:
     """Run and report."""
     args = arguments()
     result = run(args)
-    show_checks(result["checks"])
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    tell(result, args.json)
 
 
 if __name__ == "__main__":
