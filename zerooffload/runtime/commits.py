@@ -19,6 +19,7 @@ from typing import Any
 
 from zerooffload.errors import RankError
 from zerooffload.journal import Journal, StepRecord
+from zerooffload.runtime.worker_thread import Outcome
 from zerooffload.sharding.collectives import StepAgreement
 from zerooffload.telemetry import Wait, Waitable, Waits
 from zerooffload.tiers import SlotState, SlotTable
@@ -27,10 +28,11 @@ FAILED = -1
 """What a rank says that could not finish or commit its step."""
 
 
-class _Commit:
+class _Commit(Outcome):
     """A step on its way to being durable; can be waited for."""
 
     def __init__(self, sequence: int, step: int, state: dict[str, Any], written: Waitable) -> None:
+        super().__init__()
         self.sequence = sequence
         self.step = step
         self.state = state
@@ -40,21 +42,6 @@ class _Commit:
         self.left_drive = threading.Event()
         self.was_edited = False
         self.error: BaseException | None = None
-        self._over = threading.Event()
-
-    def over(self) -> None:
-        """It succeeded or failed."""
-        self._over.set()
-
-    def wait(self) -> None:
-        """Block until it is over; raise what went wrong."""
-        self._over.wait()
-        if self.error is not None:
-            raise self.error
-
-    def done(self) -> bool:
-        """Whether it is over."""
-        return self._over.is_set()
 
 
 class Commits:
@@ -256,7 +243,7 @@ class Commits:
                 commit.error = RankError(f"another rank could not finish or commit step {commit.step}")
         except BaseException as error:  # noqa: BLE001 - raised by who waits
             commit.error = commit.error or error
-        commit.over()
+        commit.over(commit.error)
 
     def _say_failed(self) -> None:
         with suppress(RankError):

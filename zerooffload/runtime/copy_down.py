@@ -8,7 +8,6 @@ and does what the host has to do with them. Who trains waits only if all memory 
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -17,35 +16,12 @@ from dataclasses import dataclass, field
 import torch
 
 from zerooffload.accelerator import Event
-from zerooffload.runtime.worker_thread import Idle, WorkerThread
+from zerooffload.runtime.worker_thread import Idle, Outcome, WorkerThread
 from zerooffload.telemetry import Wait, Waitable, Waits
 from zerooffload.tiers import StagingRing, StagingSlot, Transfers
 
 Join = Callable[[torch.Tensor, StagingSlot], list[Waitable]]
 """Takes a chunk in host memory, uint8, and its slot; returns what still uses the slot."""
-
-
-class _Copied:
-    """A chunk has left the device; can be waited for."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self._failure: BaseException | None = None
-
-    def over(self, failure: BaseException | None = None) -> None:
-        """It has, or it never will."""
-        self._failure = failure
-        self._event.set()
-
-    def wait(self) -> None:
-        """Block; raise what went wrong."""
-        self._event.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def done(self) -> bool:
-        """Whether it has, or never will."""
-        return self._event.is_set()
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +30,7 @@ class _Chunk:
     computed: Event
     name: str
     join: Join
-    copied: _Copied = field(default_factory=_Copied)
+    copied: Outcome = field(default_factory=Outcome)
 
 
 @dataclass(frozen=True)

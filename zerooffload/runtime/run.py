@@ -285,7 +285,7 @@ class Run:
             left = self._updating.run_now(planned)
             # From here on nothing can be undone.
             before = None
-            written = self._updating.hide(left, self._schedule.forward_order())
+            written = self._updating.hide(left, self._schedule.forward_order)
         except BaseException as error:
             self._end_half_way(error, before)
             raise
@@ -419,11 +419,6 @@ class Run:
                 raise
         if failure is not None:
             raise failure
-
-    @property
-    def expects_more_backwards(self) -> bool:
-        """Whether a backward that begins now is, by `zo.no_sync`, not the last before the step."""
-        return self.backwards.expects_more
 
     @property
     def moves(self) -> bool:

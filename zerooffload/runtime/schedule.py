@@ -27,14 +27,14 @@ class Owner:
     training_begins : callable
         A forward of the whole model begins that may be trained on.
     backward_begins : callable
-        The first gradient of a backward is there; given the units in the order of the next training forward.
+        The first gradient of a backward is there; given what tells the units in the order of the next training forward.
     backward_raised : callable
         Its gradients are those of a part of the model.
     """
 
     check: Callable[[], None]
     training_begins: Callable[[], None]
-    backward_begins: Callable[[Sequence[Unit]], None]
+    backward_begins: Callable[[Callable[[], Sequence[Unit]]], None]
     backward_raised: Callable[[], None]
 
 
@@ -167,7 +167,7 @@ class Schedule:
         self._order.begin(Pass.BACKWARD)
         at_end_of_backward(self.end_backward)
         self._gradients.settle()
-        self._owner.backward_begins(self.forward_order())
+        self._owner.backward_begins(self.forward_order)
 
     def _close_backward(self) -> None:
         self._backward_is_open = False

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -25,7 +24,7 @@ from enum import Enum
 from zerooffload.errors import InternalError
 from zerooffload.optim.stream import ChunkUpdate, StreamedUpdate
 from zerooffload.runtime.update import FlatUpdate
-from zerooffload.runtime.worker_thread import Idle, WorkerThread
+from zerooffload.runtime.worker_thread import Idle, Outcome, WorkerThread
 from zerooffload.sharding.unit import Unit, UnitFlat
 from zerooffload.telemetry import Wait, Waitable, Waits, wait_for_all
 
@@ -40,10 +39,11 @@ class _Standing(Enum):
     DROPPED = "no"
 
 
-class UpdateJob:
+class UpdateJob(Outcome):
     """A flat's update; can be waited for. Its queue's lock guards it."""
 
     def __init__(self, update: FlatUpdate, chunks: Iterable[ChunkUpdate], *, ahead: bool) -> None:
+        super().__init__()
         self.update = update
         self.ahead = ahead
         self.standing = _Standing.OPEN if ahead else _Standing.TAKEN
@@ -52,8 +52,6 @@ class UpdateJob:
         self._num_in_flight = 0
         self._all_begun = False
         self._at_home: list[int] = []
-        self._over = threading.Event()
-        self._failure: BaseException | None = None
 
     def next_chunk(self) -> ChunkUpdate | None:
         """The next chunk, which is in flight from now on; None if there is none left."""
@@ -83,28 +81,8 @@ class UpdateJob:
         self._all_begun = True
         self._settle()
 
-    def fail(self, error: BaseException) -> None:
-        """It ended before it was home."""
-        self._failure = error
-        self._over.set()
-
-    def wait(self) -> None:
-        """Block until it is home, and counts, or was dropped; raise what went wrong."""
-        self._over.wait()
-        if self._failure is not None:
-            raise self._failure
-
-    def done(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._over.is_set()
-
-    @property
-    def is_home(self) -> bool:
-        """Whether it ended well."""
-        return self._over.is_set() and self._failure is None
-
     def _settle(self) -> None:
-        if self._over.is_set() or not self._all_begun or self._num_in_flight or self.standing is _Standing.OPEN:
+        if self.done() or not self._all_begun or self._num_in_flight or self.standing is _Standing.OPEN:
             return
         for block in self.update.blocks if self.ahead else ():
             for chunk in self._at_home:
@@ -112,7 +90,7 @@ class UpdateJob:
                     block.take_ahead(chunk)
                 else:
                     block.drop_ahead(chunk)
-        self._over.set()
+        self.over()
 
 
 class Jobs:
@@ -250,7 +228,7 @@ class UpdateQueue:
 
     def is_home(self, unit: Unit) -> bool:
         """Whether `wait` would return at once, and well."""
-        return all(self._hidden[part].is_home for part in unit.parts if part in self._hidden)
+        return all(self._hidden[part].is_well for part in unit.parts if part in self._hidden)
 
     def wait(self, unit: Unit) -> None:
         """Return when the unit's states are those after the last step.
@@ -411,5 +389,5 @@ class UpdateQueue:
             _log.warning("an update that ran ahead of its step failed, and is done again in it: %s", error)
         for job in jobs:
             if not job.done():
-                job.fail(error)
+                job.over(error)
         self._ahead.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zerooffload.runtime.ahead import AheadUpdates, urgencies
@@ -47,13 +47,13 @@ class Updating:
         self._max_norm = math.inf
         self._was_clipped = False
 
-    def backward_begins(self, forward_order: Sequence[Unit]) -> None:
-        """The first gradient of a backward is there; units in the order of the next forward."""
+    def backward_begins(self, forward_order: Callable[[], Sequence[Unit]]) -> None:
+        """The first gradient of a backward is there; `forward_order` tells the units in that of the next forward."""
         # Updates that no forward waited for read the gradients that this backward is about to change.
         self._queue.finish()
         self._backwards.begin()
         if self._mode.goes_ahead and self._backwards.is_last_expected():
-            self._ahead.begin(forward_order)
+            self._ahead.begin(forward_order())
         else:
             self._ahead.end()
 
@@ -93,11 +93,12 @@ class Updating:
         done = set(now)
         return [update for update in planned if update not in done]
 
-    def hide(self, updates: Sequence[FlatUpdate], forward_order: Sequence[Unit]) -> Jobs:
+    def hide(self, updates: Sequence[FlatUpdate], forward_order: Callable[[], Sequence[Unit]]) -> Jobs:
         """Let updates go on behind the training thread; what can be waited for until they are home."""
         self._ahead.end()
         left = self._queue.take_ahead(updates)
-        self._queue.begin(left, urgencies(forward_order))
+        if left:
+            self._queue.begin(left, urgencies(forward_order()))
         return self._queue.under_way()
 
     def step_is_over(self, *, was_skipped: bool = False) -> None:

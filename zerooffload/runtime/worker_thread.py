@@ -93,6 +93,34 @@ class WorkerThread:
         self.changed.notify_all()
 
 
+class Outcome:
+    """How something ends; can be waited for."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._failure: BaseException | None = None
+
+    def over(self, failure: BaseException | None = None) -> None:
+        """It has ended: well, or with a failure."""
+        self._failure = failure
+        self._over.set()
+
+    def wait(self) -> None:
+        """Block until it has ended; raise what went wrong."""
+        self._over.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._over.is_set()
+
+    @property
+    def is_well(self) -> bool:
+        """Whether it has, and well."""
+        return self.done() and self._failure is None
+
+
 class Idle:
     """That a thread does nothing; can be waited for."""
 

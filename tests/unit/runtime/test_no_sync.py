@@ -26,15 +26,15 @@ def run_of(model: nn.Module) -> Any:
 def test_the_run_knows_inside_and_forgets_after(offload: Offload, make_net: MakeNet) -> None:
     model = offload(make_net(), accumulation_steps=2)
     run = run_of(model)
-    assert not run.expects_more_backwards
+    assert not run.backwards.expects_more
     with zo.no_sync(model):
         with zo.no_sync(model):
-            assert run.expects_more_backwards
-        assert run.expects_more_backwards
-    assert not run.expects_more_backwards
+            assert run.backwards.expects_more
+        assert run.backwards.expects_more
+    assert not run.backwards.expects_more
     with pytest.raises(ZeroDivisionError), zo.no_sync(model):
         _ = 1 / 0
-    assert not run.expects_more_backwards
+    assert not run.backwards.expects_more
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])
