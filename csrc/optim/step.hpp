@@ -10,8 +10,8 @@
 namespace zerooffload::optim {
 
 // What a step works on. It is in place, or, where an origin is given, the old values lie that many bytes from
-// the new ones (parameters, and the companion and moments), in the same layout, and are copied tile by tile
-// while the tile is in the cache. The float32 master of a parameter is
+// the new ones (parameters, and the companion and moments), in the same layout, and the new ones are written
+// past the cache. The float32 master of a parameter is
 //   kFloat32   the parameter
 //   kBfloat16  (param << 16) + int16 remainder, as bits; `companion` is the remainder
 //   kFloat16   `companion`; the parameter is written only
