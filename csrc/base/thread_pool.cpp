@@ -2,6 +2,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <stdexcept>
@@ -18,7 +20,7 @@ class ThreadPool::Workers {
   ~Workers() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      phase_ = Phase::kStopping;
+      is_stopping_ = true;
     }
     start_.notify_all();
     for (std::thread& thread : threads_) thread.join();
@@ -28,59 +30,75 @@ class ThreadPool::Workers {
   // it.
   void start(int num_workers, const std::vector<int>& cores) {
     threads_.reserve(static_cast<std::size_t>(num_workers));
-    for (int part = 1; part <= num_workers; ++part) {
-      threads_.push_back(start_worker("zo-pool", [this, part] { serve(part); }));
+    for (int i = 0; i < num_workers; ++i) {
+      threads_.push_back(start_worker("zo-pool", [this] { serve(); }));
       keep_on(threads_.back(), cores);
     }
   }
 
   void run(int num_parts, Task task, void* context) {
-    const std::lock_guard<std::mutex> turn(turn_);
+    Job job(num_parts, task, context);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      job_ = Job{task, context, num_parts};
-      num_pending_ = num_parts - 1;
-      ++generation_;
+      jobs_.push_back(&job);
     }
     start_.notify_all();
-    task(context, 0);
+    while (job.do_next()) {
+    }
     std::unique_lock<std::mutex> lock(mutex_);
-    finished_.wait(lock, [this] { return num_pending_ == 0; });
+    jobs_.erase(std::remove(jobs_.begin(), jobs_.end(), &job), jobs_.end());
+    left_.wait(lock, [&job] { return job.num_helpers == 0; });
   }
 
  private:
-  enum class Phase { kServing, kStopping };
+  // Lives on its caller's stack, until no worker is at it any more.
   struct Job {
-    Task task = nullptr;
-    void* context = nullptr;
-    int num_parts = 0;
+    Job(int number, Task what, void* with) : num_parts(number), task(what), context(with) {}
+
+    bool is_begun() const { return next.load(std::memory_order_relaxed) >= num_parts; }
+
+    // False if no part is left to begin.
+    bool do_next() {
+      const int part = next.fetch_add(1, std::memory_order_relaxed);
+      if (part >= num_parts) return false;
+      task(context, part);
+      return true;
+    }
+
+    const int num_parts;
+    const Task task;
+    void* const context;
+    std::atomic<int> next{0};
+    int num_helpers = 0;  // guarded by mutex_
   };
 
-  // A worker that is not needed for a job may sleep through it: `run` waits only for those that are.
-  void serve(int part) {
-    std::uint64_t seen = 0;
+  void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      start_.wait(lock, [&] { return phase_ == Phase::kStopping || generation_ != seen; });
-      if (phase_ == Phase::kStopping) return;
-      seen = generation_;
-      if (part >= job_.num_parts) continue;
-      const Job job = job_;
+      Job* job = nullptr;
+      start_.wait(lock, [&] { return is_stopping_ || (job = newest_job()) != nullptr; });
+      if (is_stopping_) return;
+      ++job->num_helpers;
       lock.unlock();
-      job.task(job.context, part);
+      job->do_next();
       lock.lock();
-      if (--num_pending_ == 0) finished_.notify_one();
+      if (--job->num_helpers == 0) left_.notify_all();
     }
   }
 
-  std::mutex turn_;   // held for a whole run
+  // Of those with parts to begin; or null.
+  Job* newest_job() const {
+    for (auto job = jobs_.rbegin(); job != jobs_.rend(); ++job) {
+      if (!(*job)->is_begun()) return *job;
+    }
+    return nullptr;
+  }
+
   std::mutex mutex_;  // guards all below but threads_
   std::condition_variable start_;
-  std::condition_variable finished_;
-  Phase phase_ = Phase::kServing;
-  Job job_;
-  int num_pending_ = 0;
-  std::uint64_t generation_ = 0;
+  std::condition_variable left_;
+  bool is_stopping_ = false;
+  std::vector<Job*> jobs_;
   std::vector<std::thread> threads_;
 };
 

@@ -10,9 +10,10 @@ namespace zerooffload {
 
 // A fork-join pool: `run` hands out numbered parts and returns when all of them are done.
 //
-// The calling thread counts as one of `num_threads`. Calls from several threads take turns, so that the pool
-// never uses more threads than it was given. In a forked child the workers do not exist: there `run` does all
-// parts on the calling thread.
+// The calling thread counts as one of `num_threads`. It does parts itself, and the pool's threads those that
+// they come to: who finds its core taken by others, or sleeps still, delays no more than the part it has
+// begun. Calls from several threads do not wait for each other; the pool's threads help the newest, part by
+// part. In a forked child the workers do not exist: there `run` does all parts on the calling thread.
 class ThreadPool {
  public:
   using Task = void (*)(void* context, int part) noexcept;
@@ -26,7 +27,7 @@ class ThreadPool {
 
   int num_threads() const noexcept { return num_threads_; }
 
-  // Calls task(context, part) once for each part in [0, num_parts), 1 <= num_parts <= num_threads().
+  // Calls task(context, part) once for each part in [0, num_parts), in any order.
   void run(int num_parts, Task task, void* context);
 
  private:
@@ -36,7 +37,7 @@ class ThreadPool {
   std::unique_ptr<Workers> workers_;  // null for one thread
 };
 
-// Calls body(first_block, end_block) over [0, num_blocks), cut into one contiguous range a thread.
+// Calls body(first_block, end_block) over [0, num_blocks), cut into some contiguous ranges a thread.
 //
 // The cut falls between blocks and nowhere else. A body whose result for a block depends on that block alone
 // therefore gives the same bits for every number of threads.
@@ -44,14 +45,17 @@ template <typename Body>
 void for_block_ranges(ThreadPool& pool, std::int64_t num_blocks, Body&& body) {
   // Below this a range is done sooner than a sleeping thread wakes up (some 50 us; 16 blocks are 64 Ki
   // elements).
-  constexpr std::int64_t kMinBlocksPerThread = 16;
+  constexpr std::int64_t kMinBlocksPerPart = 16;
+  // So that threads of which some are interrupted are done at nearly the same time.
+  constexpr std::int64_t kPartsPerThread = 8;
 
   struct Call {
     Body& body;
     std::int64_t num_blocks;
     std::int64_t num_parts;
-  } call{body, num_blocks, num_blocks / kMinBlocksPerThread};
-  if (call.num_parts > pool.num_threads()) call.num_parts = pool.num_threads();
+  } call{body, num_blocks, num_blocks / kMinBlocksPerPart};
+  const std::int64_t most = pool.num_threads() > 1 ? kPartsPerThread * pool.num_threads() : 1;
+  if (call.num_parts > most) call.num_parts = most;
   if (call.num_parts <= 1) {
     if (num_blocks > 0) body(std::int64_t{0}, num_blocks);
     return;

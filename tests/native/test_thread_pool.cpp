@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <stdexcept>
 #include <thread>
@@ -31,6 +32,17 @@ bool each_once(ThreadPool& pool, std::int64_t num_blocks) {
   return true;
 }
 
+// False if it does not come true in time.
+template <typename Condition>
+bool wait_until(Condition&& condition) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  while (!condition()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::yield();
+  }
+  return true;
+}
+
 }  // namespace
 
 TEST(pool_refuses_zero_threads) {
@@ -50,15 +62,43 @@ TEST(pool_covers_each_block_once) {
 
 TEST(pool_uses_its_threads) {
   ThreadPool pool(3);
-  std::vector<std::thread::id> ids(3);
+  struct Parts {
+    std::thread::id ids[3];
+    std::atomic<int> num_begun{0};
+  } parts;
   const ThreadPool::Task task = [](void* context, int part) noexcept {
-    static_cast<std::thread::id*>(context)[part] = std::this_thread::get_id();
+    Parts& all = *static_cast<Parts*>(context);
+    all.ids[part] = std::this_thread::get_id();
+    ++all.num_begun;
+    wait_until([&] { return all.num_begun == 3; });
   };
-  pool.run(3, task, ids.data());
-  CHECK(ids[0] == std::this_thread::get_id());
-  CHECK(ids[0] != ids[1]);
-  CHECK(ids[1] != ids[2]);
-  CHECK(ids[0] != ids[2]);
+  pool.run(3, task, &parts);
+  CHECK(parts.ids[0] != parts.ids[1]);
+  CHECK(parts.ids[1] != parts.ids[2]);
+  CHECK(parts.ids[0] != parts.ids[2]);
+}
+
+TEST(pool_lets_no_caller_wait_for_another) {
+  ThreadPool pool(2);
+  struct Calls {
+    std::atomic<int> num_begun{0};
+    std::atomic<bool> second_is_over{false};
+    std::atomic<bool> first_waited{true};
+  } calls;
+  std::thread first([&] {
+    const ThreadPool::Task until_second_is_over = [](void* context, int) noexcept {
+      Calls& both = *static_cast<Calls*>(context);
+      ++both.num_begun;
+      if (!wait_until([&] { return both.second_is_over.load(); })) both.first_waited = false;
+    };
+    pool.run(2, until_second_is_over, &calls);
+  });
+  // All threads of the pool are in the first call.
+  CHECK(wait_until([&] { return calls.num_begun == 2; }));
+  CHECK(each_once(pool, 100));
+  calls.second_is_over = true;
+  first.join();
+  CHECK(calls.first_waited);
 }
 
 TEST(pool_survives_many_short_runs) {
