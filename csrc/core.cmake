@@ -29,7 +29,6 @@ target_compile_features(zerooffload_options INTERFACE cxx_std_17)
 target_compile_options(zerooffload_options INTERFACE ${ZEROOFFLOAD_WARNINGS})
 
 add_library(zerooffload_core STATIC
-  ${ZEROOFFLOAD_CSRC}/base/streaming_copy.cpp
   ${ZEROOFFLOAD_CSRC}/base/thread_pool.cpp
   ${ZEROOFFLOAD_CSRC}/cpu/target.cpp
   ${ZEROOFFLOAD_CSRC}/io/engine.cpp

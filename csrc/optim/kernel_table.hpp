@@ -6,6 +6,7 @@
 // template instance here could be emitted with AVX2 instructions and then be chosen by the linker for all
 // targets.
 
+#include <cstddef>
 #include <cstdint>
 
 #include "base/dtype.hpp"
@@ -55,6 +56,24 @@ struct MomentArrays {
 using ApplyRule = void (*)(const MasterArrays& masters, const MomentArrays& moments, const void* grad,
                            std::int64_t numel, const float* scalars, std::uint32_t index, std::uint32_t seed);
 
+// What a step works on. It is in place, or, where an origin is given, the old values lie that many bytes from
+// the new ones (parameters, and the companion and moments), in the same layout, and the new ones are written
+// past the cache (see [Note: Beside the old values] in step_ranges.hpp). The float32 master of a parameter is
+//   kFloat32   the parameter
+//   kBfloat16  (param << 16) + int16 remainder, as bits; `companion` is the remainder
+//   kFloat16   `companion`; the parameter is written only
+struct StepArrays {
+  void* param = nullptr;
+  Dtype param_dtype = Dtype::kFloat32;
+  void* companion = nullptr;
+  const void* grad = nullptr;
+  Dtype grad_dtype = Dtype::kFloat32;
+  MomentFormat moment_format = MomentFormat::kFloat32;
+  MomentArrays moments = {};
+  std::ptrdiff_t param_origin = 0;
+  std::ptrdiff_t record_origin = 0;
+};
+
 struct RuleEntry {
   ApplyRule apply[kNumMasterFormats][kNumGradDtypes][kNumMomentFormats];
   int num_moments;
@@ -65,6 +84,10 @@ struct RuleEntry {
 // nothing to do.
 struct KernelTable {
   RuleEntry rules[kNumRules];
+
+  // Elements [begin, end) of `arrays`, which begin on a block of scales. `index` is that of the first of all.
+  void (*step_range)(const RuleEntry& rule, const StepArrays& arrays, std::int64_t begin, std::int64_t end,
+                     const float* scalars, std::uint32_t index, std::uint32_t seed);
 
   // To and from float, `numel` elements. `narrow` rounds to nearest even.
   void (*widen[kNumDtypes])(const void* source, float* target, std::int64_t numel);

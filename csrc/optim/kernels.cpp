@@ -10,6 +10,7 @@
 // is not promised are a NaN's sign and payload: of two NaNs x86 keeps that of the operand that the compiler
 // put first, and a new one (0/0) is negative on x86 and positive on Arm.
 
+#include <cstddef>
 #include <cstdint>
 
 #if defined(__AVX2__)
@@ -465,6 +466,11 @@ constexpr RuleEntry rule_entry() {
 }
 #undef ZEROOFFLOAD_FORMATS
 
+// --- ranges
+// ----------------------------------------------------------------------------------------------------------
+
+#include "optim/step_ranges.hpp"
+
 // --- gradients
 // -------------------------------------------------------------------------------------------------------
 
@@ -562,6 +568,7 @@ void rewrite(void* bytes, Index num_words, std::uint64_t zero) {
 
 extern const KernelTable ZEROOFFLOAD_KERNEL_TABLE = {
     {rule_entry<AdamW>(), rule_entry<Adam>(), rule_entry<Adagrad>(), rule_entry<Lion>(), rule_entry<Sgd>()},
+    step_range,
     {nullptr, widen<Bf16>, widen<Fp16>},
     {nullptr, narrow<Bf16>, narrow<Fp16>},
     split,

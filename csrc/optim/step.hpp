@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 #include "base/dtype.hpp"
@@ -8,24 +7,6 @@
 #include "optim/kernel_table.hpp"
 
 namespace zerooffload::optim {
-
-// What a step works on. It is in place, or, where an origin is given, the old values lie that many bytes from
-// the new ones (parameters, and the companion and moments), in the same layout, and the new ones are written
-// past the cache. The float32 master of a parameter is
-//   kFloat32   the parameter
-//   kBfloat16  (param << 16) + int16 remainder, as bits; `companion` is the remainder
-//   kFloat16   `companion`; the parameter is written only
-struct StepArrays {
-  void* param = nullptr;
-  Dtype param_dtype = Dtype::kFloat32;
-  void* companion = nullptr;
-  const void* grad = nullptr;
-  Dtype grad_dtype = Dtype::kFloat32;
-  MomentFormat moment_format = MomentFormat::kFloat32;
-  MomentArrays moments = {};
-  std::ptrdiff_t param_origin = 0;
-  std::ptrdiff_t record_origin = 0;
-};
 
 // One pass of a rule with the active CPU target. The bits do not depend on the number of threads, on the
 // target, on alignment, or on how a caller cuts its arrays, as long as `first_index` is the index of the

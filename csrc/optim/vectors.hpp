@@ -28,6 +28,17 @@ inline void store(Vector vector, void* address) {
   __builtin_memcpy(address, &vector, sizeof vector);
 }
 
+// Past the cache, to a multiple of kVectorBytes.
+inline void stream(const void* source, void* address) {
+  Register bytes;
+  __builtin_memcpy(&bytes, source, sizeof bytes);
+#if defined(__AVX512BW__)
+  _mm512_stream_si512(static_cast<__m512i*>(address), bytes);
+#else
+  _mm256_stream_si256(static_cast<__m256i*>(address), bytes);
+#endif
+}
+
 inline Words larger(Words left, Words right) { return left > right ? left : right; }
 
 // With `maskz` and a full mask: of the plain intrinsics GCC 12 warns that they read what is not set.

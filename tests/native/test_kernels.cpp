@@ -5,6 +5,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/thread_pool.hpp"
@@ -174,6 +175,90 @@ TEST(step_gives_the_same_bits_however_it_is_cut) {
       for (int i = 0; i < 7; ++i) step(pool, got, scalars, 1 << 20, cuts[i], cuts[i + 1]);
       check_same(expected, got, "cut");
     });
+  }
+}
+
+namespace {
+
+// A state's arrays but the gradient's, and room for as many as far behind them.
+class TwoPlaces {
+ public:
+  TwoPlaces(State& state, std::int64_t head) {
+    for (states::Array* array : state.arrays()) {
+      if (array == &state.grad || array->numel == 0) continue;
+      const auto item = static_cast<std::size_t>(states::kind_bytes(array->kind));
+      const std::size_t nbytes = static_cast<std::size_t>(array->numel) * item;
+      places_.push_back({array, stride_ + static_cast<std::size_t>(head) * item, nbytes});
+      stride_ += (static_cast<std::size_t>(head) * item + nbytes + 127) / 64 * 64;
+    }
+    bytes_.resize(2 * stride_ + 64, 0xEE);
+    for (const Place& place : places_) std::memcpy(old() + place.offset, place.array->data(), place.nbytes);
+  }
+
+  std::ptrdiff_t origin() const { return -static_cast<std::ptrdiff_t>(stride_); }
+
+  // Where the new values of an array of the state belong.
+  void* home(const states::Array& array) {
+    for (const Place& place : places_) {
+      if (place.array == &array) return old() + stride_ + place.offset;
+    }
+    return nullptr;
+  }
+
+  // Lets the state be what stands in the second place; false if the first one changed.
+  bool take() {
+    for (const Place& place : places_) {
+      if (std::memcmp(old() + place.offset, place.array->data(), place.nbytes) != 0) return false;
+    }
+    for (const Place& place : places_) {
+      std::memcpy(place.array->data(), old() + stride_ + place.offset, place.nbytes);
+    }
+    return true;
+  }
+
+ private:
+  struct Place {
+    states::Array* array;
+    std::size_t offset, nbytes;
+  };
+
+  unsigned char* old() {
+    const auto past_line = reinterpret_cast<std::uintptr_t>(bytes_.data()) % 64;
+    return bytes_.data() + (64 - past_line) % 64;
+  }
+
+  std::vector<unsigned char> bytes_;
+  std::vector<Place> places_;
+  std::size_t stride_ = 0;
+};
+
+}  // namespace
+
+TEST(step_beside_the_old_values_gives_the_bits_of_one_in_place) {
+  for (const Format& format : states::all_formats()) {
+    const std::vector<float> scalars = states::scalars_of(format.rule);
+    for (const auto& [numel, head] : {std::pair{1, 0}, {127, 0}, {1000, 0}, {640, 16}, {4096 * 33 + 5, 3}}) {
+      if (numel > 4096 && format.grad != Dtype::kFloat32) continue;
+      const State start = states::make_state(format, numel, 47);
+      State expected = start;
+      states::reference_step(expected, scalars, 0, kSeed);
+      for_each_target({2}, [&](ThreadPool& pool) {
+        State got = start;
+        TwoPlaces places(got, head);
+        optim::StepArrays arrays = states::step_arrays(got);
+        arrays.param = places.home(got.param);
+        if (arrays.companion != nullptr) arrays.companion = places.home(got.companion);
+        for (int which = 0; which < reference::num_moments(format.rule); ++which) {
+          arrays.moments.values[which] = places.home(got.moments[which]);
+          if (arrays.moments.exponents[which] == nullptr) continue;
+          arrays.moments.exponents[which] = static_cast<std::uint8_t*>(places.home(got.exponents[which]));
+        }
+        arrays.param_origin = arrays.record_origin = places.origin();
+        optim::step(pool, format.rule, arrays, numel, scalars.data(), 0, kSeed);
+        CHECK(places.take());
+        check_same(expected, got, "beside");
+      });
+    }
   }
 }
 
