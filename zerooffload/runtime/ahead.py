@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -81,8 +80,7 @@ class AheadUpdates:
         )
         update = FlatUpdate(part, training, tuple(expected))
         if not update.is_empty and not update.needs_device:
-            chunks = update.chunks(ahead=True, gradient_written=partial(self._landing.write_of, part))
-            self._queue.begin_ahead(update, self._urgency.get(part, len(self._urgency)), chunks)
+            self._queue.begin_ahead(update, self._urgency.get(part, len(self._urgency)))
 
 
 def urgencies(order: Sequence[Unit]) -> dict[UnitFlat, int]:

@@ -87,10 +87,6 @@ class Run:
         self._at_close: list[Callable[[], None]] = []
         by_space = {Space.HOST: kernels[0], Space.DEVICE: kernels[1]}
         stream = StreamedUpdate(by_space, resources.ring, parts.waits, parts.recorder)
-        self._updates = updates = UpdateQueue(stream, parts.waits, in_background=parts.recorder.in_background)
-        resources.updates = self._updates
-        fetcher = Fetcher(parts.accelerator, parts.transfers, resources.param_ring, parts.waits, self._updates)
-        self._residency = Residency(plan.window_nbytes, fetcher, collectives, parts.accelerator, self._updates)
         self._landing = Landing(
             shares_host_memory=parts.accelerator.shares_host_memory,
             host_kernels=kernels[0],
@@ -101,6 +97,15 @@ class Run:
             recorder=parts.recorder,
         )
         resources.landing = self._landing
+        self._updates = updates = UpdateQueue(
+            stream,
+            parts.waits,
+            gradient_written=self._landing.write_of,
+            in_background=parts.recorder.in_background,
+        )
+        resources.updates = updates
+        fetcher = Fetcher(parts.accelerator, parts.transfers, resources.param_ring, parts.waits, self._updates)
+        self._residency = Residency(plan.window_nbytes, fetcher, collectives, parts.accelerator, self._updates)
         self._tracking = Tracking(parts.accelerator)
         ahead = AheadUpdates(updates, self._landing, self._tracking.optimizers)
         self._updating = Updating(updates, ahead, policy, resources.ring, parts)
@@ -281,7 +286,11 @@ class Run:
             state = self._tracking.at_step()
         before = self._slots_before()
         try:
-            self._gradients.drain()
+            if self._updating.hides:
+                # Each update waits for the writes of its own gradients.
+                self._gradients.settle()
+            else:
+                self._gradients.drain()
             left = self._updating.run_now(planned)
             # From here on nothing can be undone.
             before = None
@@ -440,10 +449,14 @@ class Run:
         chosen = self._choose(params)
         # What no gradient holds is zeroed in place: a step of another optimizer may still be reading it.
         self._updates.finish()
-        self._gradients.drain()
+        self._gradients.settle()
         with self._parts.recorder.working(Work.GRADIENT_NORM, "of the model"):
-            mine = norm_sum(chosen, norm_type, self._landing.square_sums, self.access.read_gradient_piece)
+            mine = norm_sum(chosen, norm_type, self._landing.square_sums, self._read_gradient)
             return chosen, total_norm(self._collectives.gather_objects(mine), norm_type)
+
+    def _read_gradient(self, part: UnitFlat, training: TrainingStates, index: int) -> torch.Tensor:
+        self._gradients.drain()
+        return self.access.read_gradient_piece(part, training, index)
 
     def _choose(self, params: Iterable[torch.Tensor]) -> list[Chosen]:
         indices: dict[UnitFlat, list[int]] = {}

@@ -48,9 +48,9 @@ class FlatUpdate:
     def chunks(
         self,
         *,
-        backwards: bool = False,
-        ahead: bool = False,
-        gradient_written: Callable[[int], Waitable | None] = lambda _: None,
+        backwards: bool,
+        ahead: bool,
+        gradient_written: Callable[[int], Waitable | None],
     ) -> Iterator[ChunkUpdate]:
         """Every chunk that has something to update.
 

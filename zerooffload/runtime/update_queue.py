@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from enum import Enum
+from functools import partial
 
 from zerooffload.errors import InternalError
 from zerooffload.optim.stream import ChunkUpdate, StreamedUpdate
@@ -29,6 +30,8 @@ from zerooffload.sharding.unit import Unit, UnitFlat
 from zerooffload.telemetry import Wait, Waitable, Waits, wait_for_all
 
 _log = logging.getLogger("zerooffload")
+
+GradientWritten = Callable[[UnitFlat, int], Waitable | None]
 
 
 class _Standing(Enum):
@@ -114,6 +117,8 @@ class UpdateQueue:
 
     Parameters
     ----------
+    gradient_written : callable
+        Tells, of a chunk of a flat, what must be over before its gradient can be read.
     in_background : callable
         Makes a context in which the hidden thread works.
 
@@ -130,8 +135,10 @@ class UpdateQueue:
         stream: StreamedUpdate,
         waits: Waits,
         *,
+        gradient_written: GradientWritten = lambda _part, _chunk: None,
         in_background: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self._gradient_written = gradient_written
         self.failure: BaseException | None = None
         self.has_told = False
         self._is_giving_way = False
@@ -163,7 +170,7 @@ class UpdateQueue:
         """
         self.wait_idle()
         with self._changed:
-            self._enqueue((0, UpdateJob(update, update.chunks(backwards=backwards), ahead=False)) for update in updates)
+            self._enqueue((0, self._job(update, backwards=backwards)) for update in updates)
         try:
             self._work()
         except BaseException:
@@ -175,7 +182,7 @@ class UpdateQueue:
 
         A flat whose home the device uses shows nothing until somebody has waited for it.
         """
-        jobs = [UpdateJob(update, update.chunks(), ahead=False) for update in updates]
+        jobs = [self._job(update) for update in updates]
         for job in jobs:
             if job.update.part.range is None:
                 job.update.part.flat.show_away()
@@ -187,9 +194,9 @@ class UpdateQueue:
             self._hidden.update((job.update.part, job) for job in jobs)
         self._thread.wake()
 
-    def begin_ahead(self, update: FlatUpdate, urgency: int, chunks: Iterable[ChunkUpdate]) -> None:
+    def begin_ahead(self, update: FlatUpdate, urgency: int) -> None:
         """Begin an update that is expected to be wanted, in place of an earlier one; the least `urgency` goes first."""
-        job = UpdateJob(update, chunks, ahead=True)
+        job = self._job(update, ahead=True)
         with self._changed:
             self.drop_ahead([update.part])
             job.after = self._ahead.get(update.part)
@@ -274,6 +281,11 @@ class UpdateQueue:
             self.finish()
         if self._thread.is_busy:
             self._wait_for(Idle(self._thread))
+
+    def _job(self, update: FlatUpdate, *, backwards: bool = False, ahead: bool = False) -> UpdateJob:
+        gradient_written = partial(self._gradient_written, update.part)
+        chunks = update.chunks(backwards=backwards, ahead=ahead, gradient_written=gradient_written)
+        return UpdateJob(update, chunks, ahead=ahead)
 
     def _finish(self, part: UnitFlat) -> None:
         job = self._hidden.get(part)

@@ -70,6 +70,11 @@ class Updating:
         self._was_clipped |= factor != 1.0
         self._max_norm = min(self._max_norm, max_norm)
 
+    @property
+    def hides(self) -> bool:
+        """Whether the next update goes on behind the training thread."""
+        return self._mode.hides
+
     def run_now(self, planned: Sequence[FlatUpdate]) -> list[FlatUpdate]:
         """Run what is not to be hidden, and return the rest.
 
@@ -78,7 +83,7 @@ class Updating:
         TierIOError
             If a state could not be read or written.
         """
-        hides = self._mode.hides
+        hides = self.hides
         now = [update for update in planned if update.needs_device or not hides]
         # Hidden updates follow the forward; others go there and back: what was updated last is in the ring still.
         self._ring.goes_round = hides

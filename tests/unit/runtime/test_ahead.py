@@ -29,11 +29,9 @@ class Queue:
 
     begun: list[tuple[FlatUpdate, int]] = field(default_factory=list)
     num_dropped: int = 0
-    chunks: list[Any] = field(default_factory=list)
 
-    def begin_ahead(self, update: FlatUpdate, urgency: int, chunks: Any) -> None:
+    def begin_ahead(self, update: FlatUpdate, urgency: int) -> None:
         self.begun.append((update, urgency))
-        self.chunks += chunks
 
     def drop_ahead(self) -> None:
         self.num_dropped += 1
@@ -50,9 +48,6 @@ class Landing:
         del part, training
         self.num_asked += 1
         return [torch.tensor([self.square_sum / 2, self.square_sum / 2])]
-
-    def write_of(self, part: UnitFlat, chunk: int) -> str:
-        return f"write of {part.flat.layout.name} #{chunk}"
 
 
 @dataclass
@@ -98,14 +93,11 @@ def test_nothing_begins_before_a_backward_that_is_the_last(scene: Scene) -> None
     assert scene.queue.begun == []
 
 
-def test_what_is_begun_has_its_place_in_the_next_forward_and_waits_for_its_gradient(scene: Scene) -> None:
+def test_what_is_begun_has_its_place_in_the_next_forward(scene: Scene) -> None:
     scene.begin()
     for unit in reversed(scene.units):
         scene.complete(unit)
     assert [urgency for _, urgency in scene.queue.begun] == list(reversed(range(len(scene.queue.begun))))
-    for chunk in scene.queue.chunks:
-        assert chunk.ahead
-        assert chunk.gradient_written == f"write of {chunk.name} #{chunk.chunk}"
 
 
 def test_the_step_that_is_expected(scene: Scene) -> None:

@@ -89,14 +89,16 @@ class Chunk:
 
 
 class Update:
-    """Of a part, of two chunks."""
+    """Of a part, of two chunks. `asked` is how its chunks were asked for."""
 
     def __init__(self, part: Part, scalars: str = "right", **block: Any) -> None:
         self.part = part
         self.scalars = scalars
         self.blocks = (Block(part.log, **block),)
+        self.asked: list[tuple[str, object]] = []
 
-    def chunks(self, *, backwards: bool = False) -> Iterator[Chunk]:
+    def chunks(self, *, backwards: bool, ahead: bool, gradient_written: Any) -> Iterator[Chunk]:
+        self.asked.append(("ahead" if ahead else "in its step", gradient_written(0)))
         numbers = range(NUM_CHUNKS)
         return (Chunk(self.part.name, number) for number in (reversed(numbers) if backwards else numbers))
 
@@ -177,7 +179,7 @@ class Scene:
         self.queue.begin(updates, {update.part: order.index(update.part.name) for update in updates})  # type: ignore[arg-type,misc]
 
     def ahead(self, update: Update, urgency: int = 0) -> None:
-        self.queue.begin_ahead(update, urgency, update.chunks())  # type: ignore[arg-type]
+        self.queue.begin_ahead(update, urgency)  # type: ignore[arg-type]
 
     def take(self, *updates: Update) -> list[Update]:
         return self.queue.take_ahead(updates)  # type: ignore[arg-type,return-value]
@@ -192,10 +194,24 @@ class Scene:
 @pytest.fixture
 def scene() -> Iterator[Scene]:
     stream, recorder = Stream(), CountingRecorder()
-    queue = UpdateQueue(stream, Waits(recorder), in_background=recorder.in_background)  # type: ignore[arg-type]
+    queue = UpdateQueue(
+        stream,  # type: ignore[arg-type]
+        Waits(recorder),
+        gradient_written=lambda part, chunk: (part.name, chunk),  # type: ignore[arg-type, return-value]
+        in_background=recorder.in_background,
+    )
     yield Scene(stream, queue, recorder)
     queue.close()
     assert not queue._thread.is_busy
+
+
+def test_every_update_waits_for_the_writes_of_its_own_gradients(scene: Scene) -> None:
+    now, behind, ahead = (Update(Part(name)) for name in "abc")
+    scene.queue.run([now])  # type: ignore[list-item]
+    scene.begin(behind)
+    scene.ahead(ahead)
+    assert [now.asked, behind.asked] == [[("in its step", (name, 0))] for name in "ab"]
+    assert ahead.asked == [("ahead", ("c", 0))]
 
 
 def failure() -> TierIOError:
