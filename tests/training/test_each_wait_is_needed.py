@@ -131,7 +131,7 @@ CASES: dict[tuple[str, Wait], list[Case]] = {
         Case(NVME, recipe=RESTARTED_IN_FP32),
     ],
     ("landing.drain", Wait.GRADIENT_WRITE): [Case(NVME)],
-    ("gradients._give_back_oldest", Wait.GRADIENT_WRITE): [
+    ("gradients._give_back_oldest", Wait.GRADIENT_MEMORY): [
         Case(("host", "host", "nvme"), on_device=False),
     ],
     ("stream.finish_first", Wait.STATE_READ): [Case(("host", "nvme", "host"), on_device=False), Case(NVME)],

@@ -353,7 +353,7 @@ class GradientPath:
     def _give_back_oldest(self) -> None:
         collection = self._leaving.popleft()
         try:
-            wait_for_all(self._waits, Wait.GRADIENT_WRITE, collection.leaving)
+            wait_for_all(self._waits, Wait.GRADIENT_MEMORY, collection.leaving)
         except BaseException as error:
             self._lose(error, [collection.part])
             raise
