@@ -2,24 +2,24 @@
 
 Where the device shares host memory, records are read straight into the range. Elsewhere what the host addresses is
 copied, and what it does not address passes through a staging slot: all staged records wait in one queue, first come,
-first served, so that a fetch that is waited for finishes those before it. A unit whose update is still under way is
-read when that is over.
+first served, so that a fetch that is waited for finishes those before it. Slots that are left read the units that come
+next, while the device has no room for them yet. A unit whose update is still under way is read when that is over.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from zerooffload.accelerator import Accelerator, Event
-from zerooffload.errors import ZeroOffloadError
+from zerooffload.runtime.read_ahead import ReadAhead, Settled, StagedRecord, read_into_slot
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.unit import Unit
 from zerooffload.telemetry import Wait, Waitable, Waits, wait_for_all
-from zerooffload.tiers import Block, Space, StagingRing, StagingSlot, Transfers
+from zerooffload.tiers import Block, Space, StagingRing, Transfers
 
 
 class Fetch:
@@ -40,25 +40,12 @@ class _StagedRead:
     home: Block
     chunk: int
     target: torch.Tensor
-    slot: StagingSlot | None = None
-    record: torch.Tensor | None = None
-    ticket: Waitable | None = None
 
 
-class Settled:
-    """A transfer that is waited for, whatever becomes of it."""
-
-    def __init__(self, ticket: Waitable) -> None:
-        self._ticket = ticket
-
-    def wait(self) -> None:
-        """Until the transfer has ended."""
-        with suppress(ZeroOffloadError):
-            self._ticket.wait()
-
-    def done(self) -> bool:
-        """Whether it has."""
-        return self._ticket.done()
+@dataclass
+class _Reading:
+    wanted: _StagedRead
+    staged: StagedRecord
 
 
 class Fetcher:
@@ -79,7 +66,8 @@ class Fetcher:
         self._ring = ring
         self._waits = waits
         self._queue: deque[_StagedRead] = deque()
-        self._reading: deque[_StagedRead] = deque()
+        self._reading: deque[_Reading] = deque()
+        self._early = ReadAhead(ring, waits)
 
     def start(self, unit: Unit, refill_after: Event) -> Fetch:
         """Begin to fill the unit's ranges, whose memory compute has done with at `refill_after`."""
@@ -125,8 +113,30 @@ class Fetcher:
             # Every staged copy runs on `copy_in`, so ordering that queue once is enough.
             self._waits.order(Wait.RANGE_REFILL, self._accelerator.copy_in, fetch.refill_after)
             fetch.num_staged += 1
-            self._queue.append(_StagedRead(fetch, home, chunk, target))
+            wanted = _StagedRead(fetch, home, chunk, target)
+            early = self._early.take(home, chunk)
+            if early is None:
+                self._queue.append(wanted)
+            else:
+                self._reading.append(_Reading(wanted, early))
             self._advance_staged()
+
+    def read_ahead(self, units: Iterable[Unit]) -> None:
+        """Begin to read units that the device has no room for yet, in this order, as far as staging slots reach."""
+        if self._accelerator.shares_host_memory:
+            return
+        for unit in units:
+            if self._queue or not self._updates.is_home(unit):
+                return
+            for part in unit.moving_parts:
+                chunks = range(part.home.layout.num_chunks)
+                far = [chunk for chunk in chunks if part.home.view(Space.HOST, chunk) is None]
+                if not self._early.begin(part.home, far, len(self._reading)):
+                    return
+
+    def drop_read_ahead(self) -> None:
+        """What was read ahead is not wanted: it holds no staging slot any more."""
+        self._early.drop()
 
     def advance(self) -> None:
         """Do what can be done without waiting."""
@@ -135,7 +145,7 @@ class Fetcher:
 
     def _advance_staged(self) -> None:
         self._issue()
-        while self._reading and self._reading[0].ticket is not None and self._reading[0].ticket.done():
+        while self._reading and self._reading[0].staged.ticket.done():
             self._copy_first()
             self._issue()
 
@@ -164,40 +174,39 @@ class Fetcher:
         if fetch in self._not_begun:
             self._not_begun.remove(fetch)
         self._queue = deque(item for item in self._queue if item.fetch is not fetch)
-        for item in [item for item in self._reading if item.fetch is fetch]:
+        for item in [item for item in self._reading if item.wanted.fetch is fetch]:
             self._reading.remove(item)
-            if item.slot is not None and item.ticket is not None:
-                # The slot waits for the transfer when it is taken again.
-                self._ring.release(item.slot, [Settled(item.ticket)])
+            # The slot waits for the transfer when it is taken again.
+            self._ring.release(item.staged.slot, [Settled(item.staged.ticket)])
         if fetch.last_copy is not None:
             fetch.last_copy.wait()
 
     def _issue(self) -> None:
-        while self._queue and self._ring.has_room(len(self._reading)):
-            item = self._queue.popleft()
-            item.slot = self._ring.acquire(self._waits)
-            item.record = item.slot.take(item.home.layout.file_nbytes(item.chunk))
-            item.ticket = item.home.read(item.chunk, item.record)
-            self._reading.append(item)
+        while self._queue and self._has_slot():
+            wanted = self._queue.popleft()
+            self._reading.append(_Reading(wanted, read_into_slot(self._ring, self._waits, wanted.home, wanted.chunk)))
+
+    def _has_slot(self) -> bool:
+        # What is read ahead gives way, unless slots come free by themselves.
+        return self._ring.has_room(len(self._reading)) or (not self._reading and self._early.give_up_last())
 
     def _copy_first(self) -> None:
         item = self._reading.popleft()
-        item.fetch.num_staged -= 1
-        if item.ticket is None or item.record is None or item.slot is None:
-            return
+        wanted, staged = item.wanted, item.staged
+        wanted.fetch.num_staged -= 1
         leaving: list[Waitable] = []
         try:
-            self._waits.until(Wait.PARAMETER_READ, item.ticket)
-            target = item.target[: item.home.layout.record_nbytes(item.chunk)]
+            self._waits.until(Wait.PARAMETER_READ, staged.ticket)
+            target = wanted.target[: wanted.home.layout.record_nbytes(wanted.chunk)]
             # The refill was ordered when the fetch began.
-            name = f"{item.home.name} #{item.chunk}"
-            item.fetch.last_copy = self._transfers.copy_in(target, item.record[: target.numel()], name)
-            leaving.append(item.fetch.last_copy)
+            name = f"{wanted.home.name} #{wanted.chunk}"
+            wanted.fetch.last_copy = self._transfers.copy_in(target, staged.record[: target.numel()], name)
+            leaving.append(wanted.fetch.last_copy)
         except Exception as error:  # noqa: BLE001 - raised by who waits for that fetch, which may be another
-            item.fetch.failure = item.fetch.failure or error
+            wanted.fetch.failure = wanted.fetch.failure or error
         except BaseException:
             # Interrupted: the transfer goes on, and the record is waited for again.
-            item.fetch.num_staged += 1
+            wanted.fetch.num_staged += 1
             self._reading.appendleft(item)
             raise
-        self._ring.release(item.slot, leaving)
+        self._ring.release(staged.slot, leaving)

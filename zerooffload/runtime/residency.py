@@ -108,6 +108,11 @@ class Residency:
             missing = self._taken_nbytes + unit.range_nbytes - self._window_nbytes
             victims = choose_victims(self._idle(), upcoming, missing, sooner_than=position) if missing > 0 else []
             if missing > 0 and not victims:
+                self._fetcher.read_ahead(
+                    other
+                    for other in upcoming[position:]
+                    if other.moving_parts and other.state.current is ShardState.AT_HOME
+                )
                 return
             for victim in victims:
                 self._evict(victim)
@@ -123,9 +128,10 @@ class Residency:
             self._in_use[unit] -= 1
 
     def settle(self) -> None:
-        """Finish every fetch: afterwards none holds a staging slot."""
+        """Finish every fetch: afterwards nothing of it holds a staging slot."""
         for unit in list(self._fetches):
             self._finish(unit)
+        self._fetcher.drop_read_ahead()
 
     def send_home(self) -> None:
         """Empty the window: what it holds will not be what the homes hold."""

@@ -6,9 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from zerooffload.accelerator.cpu import PassedEvent
+from zerooffload.errors import InternalError
 from zerooffload.runtime.fetch import Fetcher
 from zerooffload.telemetry import Recorder, Waits
 
@@ -45,27 +47,40 @@ class Home:
     )
 
     def __init__(self) -> None:
-        self.num_reads = 0
+        self.num_reads = self.num_writes = 0
+        self.failure: Exception | None = None
+        self.ticket: Any = PassedEvent()
 
     def view(self, *_: object) -> None:
         return None
 
-    def read(self, _chunk: int, _target: torch.Tensor) -> PassedEvent:
+    def version(self, _: int) -> int:
+        return self.num_writes
+
+    def read(self, _chunk: int, target: torch.Tensor) -> Any:
+        if self.failure is not None:
+            raise self.failure
         self.num_reads += 1
-        return PassedEvent()
+        target.fill_(self.num_writes)
+        return self.ticket
 
 
 class Ring:
-    """With room for everything."""
+    """Gives slots out and takes them back."""
+
+    def __init__(self, num_slots: int = 8) -> None:
+        self.num_free = num_slots
 
     def has_room(self, _: int) -> bool:
-        return True
+        return self.num_free > 0
 
     def acquire(self, _: object) -> Any:
+        assert self.num_free
+        self.num_free -= 1
         return SimpleNamespace(take=lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
 
     def release(self, *_: object) -> None:
-        pass
+        self.num_free += 1
 
 
 def far_unit() -> Any:
@@ -74,10 +89,19 @@ def far_unit() -> Any:
     return SimpleNamespace(moving_parts=[part], parts=[part])
 
 
+def copy_at_once(target: torch.Tensor, source: torch.Tensor, _name: str) -> PassedEvent:
+    target.copy_(source)
+    return PassedEvent()
+
+
+def new_fetcher(updates: Updates, ring: Ring) -> Fetcher:
+    transfers = SimpleNamespace(copy_in=copy_at_once)
+    return Fetcher(Device(), transfers, ring, Waits(Recorder()), updates)  # type: ignore[arg-type]
+
+
 def test_fetches_whose_updates_come_home_together_begin_once_each() -> None:
     updates = Updates()
-    transfers = SimpleNamespace(copy_in=lambda *_: PassedEvent())
-    fetcher = Fetcher(Device(), transfers, Ring(), Waits(Recorder()), updates)  # type: ignore[arg-type]
+    fetcher = new_fetcher(updates, Ring())
     units = [far_unit() for _ in range(3)]
     fetches = [fetcher.start(unit, PassedEvent()) for unit in units]
     assert [unit.parts[0].home.num_reads for unit in units] == [0, 0, 0]
@@ -88,11 +112,87 @@ def test_fetches_whose_updates_come_home_together_begin_once_each() -> None:
 
 
 def test_the_first_of_several_that_is_waited_for_begins_once() -> None:
-    updates = Updates()
-    transfers = SimpleNamespace(copy_in=lambda *_: PassedEvent())
-    fetcher = Fetcher(Device(), transfers, Ring(), Waits(Recorder()), updates)  # type: ignore[arg-type]
+    fetcher = new_fetcher(Updates(), Ring())
     units = [far_unit() for _ in range(3)]
     first, *_ = [fetcher.start(unit, PassedEvent()) for unit in units]
     fetcher.finish(first)
     fetcher.advance()
     assert [unit.parts[0].home.num_reads for unit in units] == [1, 1, 1]
+
+
+class TestReadAhead:
+    """Units that the device has no room for yet."""
+
+    updates: Updates
+    ring: Ring
+    fetcher: Fetcher
+
+    def setup_method(self) -> None:
+        self.updates = Updates()
+        self.updates.are_home = True
+        self.ring = Ring(num_slots=2)
+        self.fetcher = new_fetcher(self.updates, self.ring)
+
+    def reads(self, *units: Any) -> list[int]:
+        return [unit.parts[0].home.num_reads for unit in units]
+
+    def fetch(self, unit: Any) -> int:
+        """The value that arrives."""
+        self.fetcher.finish(self.fetcher.start(unit, PassedEvent()))
+        return int(unit.parts[0].range.tensor[0])
+
+    def test_as_far_as_slots_reach_and_once(self) -> None:
+        units = [far_unit() for _ in range(3)]
+        self.fetcher.read_ahead(units)
+        self.fetcher.read_ahead(units)
+        assert self.reads(*units) == [1, 1, 0]
+        for unit in units:
+            self.fetch(unit)
+        assert self.reads(*units) == [1, 1, 1]
+        assert self.ring.num_free == 2
+
+    def test_what_was_written_since_is_read_again(self) -> None:
+        unit = far_unit()
+        self.fetcher.read_ahead([unit])
+        unit.parts[0].home.num_writes = 7
+        assert self.fetch(unit) == 7
+        assert self.reads(unit) == [2]
+        assert self.ring.num_free == 2
+
+    def test_a_surprise_takes_the_slots_of_what_is_needed_last(self) -> None:
+        first, last, surprise = (far_unit() for _ in range(3))
+        self.fetcher.read_ahead([first, last])
+        self.fetch(surprise)
+        self.fetch(first)
+        assert self.reads(first, last, surprise) == [1, 1, 1]
+        self.fetch(last)
+        assert self.reads(last) == [2]
+
+    def test_nothing_that_is_being_updated(self) -> None:
+        self.updates.are_home = False
+        unit = far_unit()
+        self.fetcher.read_ahead([unit])
+        assert self.reads(unit) == [0]
+
+    def test_nothing_while_a_fetch_waits_for_slots(self) -> None:
+        fetched, ahead = [far_unit() for _ in range(3)], far_unit()
+        for unit in fetched:
+            unit.parts[0].home.ticket = SimpleNamespace(done=lambda: False)
+            self.fetcher.start(unit, PassedEvent())
+        # One came free that the fetch has not seen yet.
+        self.ring.num_free = 1
+        self.fetcher.read_ahead([ahead])
+        assert self.reads(ahead) == [0]
+
+    def test_a_read_that_fails_is_tried_again_by_who_needs_it(self) -> None:
+        unit = far_unit()
+        unit.parts[0].home.failure = InternalError("of the drive")
+        self.fetcher.read_ahead([unit])
+        assert self.ring.num_free == 2
+        with pytest.raises(InternalError, match="of the drive"):
+            self.fetcher.start(unit, PassedEvent())
+
+    def test_dropped_it_holds_no_slot(self) -> None:
+        self.fetcher.read_ahead([far_unit()])
+        self.fetcher.drop_read_ahead()
+        assert self.ring.num_free == 2

@@ -67,6 +67,7 @@ class FakeFetcher:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.fails: set[str] = set()
+        self.ahead: list[str] = []
 
     def cancel(self, _fetch: object) -> None:
         pass
@@ -75,6 +76,12 @@ class FakeFetcher:
         self.log.append(f"start {unit.name}")
         unit.parts[0].range.fill()  # type: ignore[union-attr]
         return SimpleNamespace(unit=unit)
+
+    def read_ahead(self, units: Any) -> None:
+        self.ahead = [unit.name for unit in units]
+
+    def drop_read_ahead(self) -> None:
+        self.ahead = []
 
     def finish(self, fetch: Any) -> None:
         self.log.append(f"finish {fetch.unit.name}")
@@ -156,9 +163,12 @@ def test_prefetch_goes_as_far_as_the_window_and_is_finished_when_needed(
 ) -> None:
     residency.prefetch(units)
     assert fetcher.log == ["start a", "start b", "start c"]
+    assert fetcher.ahead == ["d", "e"]
     assert full(units) == ""
     residency.require(units[1:2])
     assert fetcher.log[3:] == ["finish b"]
+    residency.settle()
+    assert fetcher.ahead == []
 
 
 def test_prefetch_gives_up_only_what_is_needed_later(
