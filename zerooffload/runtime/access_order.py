@@ -20,7 +20,8 @@ class Pass(Enum):
     EVALUATION = "evaluation"
 
 
-_FOLLOWS = {Pass.TRAIN_FORWARD: Pass.BACKWARD}
+# One evaluation follows another, as one token follows another; what follows a backward waits for the update.
+_FOLLOWS = {Pass.TRAIN_FORWARD: Pass.BACKWARD, Pass.EVALUATION: Pass.EVALUATION}
 
 
 class AccessOrder:

@@ -29,7 +29,7 @@ def test_the_first_guess_is_the_models_order_and_its_reverse(order: AccessOrder)
     order.begin(Pass.BACKWARD)
     assert order.upcoming() == POINTS[::-1]
     order.begin(Pass.EVALUATION)
-    assert order.upcoming() == POINTS
+    assert order.upcoming() == POINTS + POINTS
 
 
 def test_a_finished_pass_is_the_next_guess(order: AccessOrder) -> None:
@@ -44,7 +44,7 @@ def test_passes_learn_apart(order: AccessOrder) -> None:
     order.begin(Pass.TRAIN_FORWARD)
     assert order.upcoming() == POINTS + POINTS[::-1]
     order.begin(Pass.EVALUATION)
-    assert order.upcoming() == ["layers.1"]
+    assert order.upcoming() == ["layers.1", "layers.1"]
 
 
 def test_a_pass_that_did_not_end_teaches_nothing(order: AccessOrder) -> None:
@@ -57,31 +57,31 @@ def test_a_pass_that_did_not_end_teaches_nothing(order: AccessOrder) -> None:
 def test_an_empty_pass_teaches_nothing(order: AccessOrder) -> None:
     walk(order, Pass.EVALUATION, [])
     order.begin(Pass.EVALUATION)
-    assert order.upcoming() == POINTS
+    assert order.upcoming() == POINTS + POINTS
 
 
 def test_a_skipped_point_moves_the_position_ahead(order: AccessOrder) -> None:
     order.begin(Pass.EVALUATION)
     order.use("embed")
     order.use("head")
-    assert order.upcoming() == ["(root)"]
+    assert order.upcoming() == ["(root)", *POINTS]
 
 
 def test_a_point_used_again_moves_the_position_back(order: AccessOrder) -> None:
     order.begin(Pass.EVALUATION)
     for name in ("embed", "layers.0", "layers.1", "layers.0"):
         order.use(name)
-    assert order.upcoming() == ["layers.1", "head", "(root)"]
+    assert order.upcoming() == ["layers.1", "head", "(root)", *POINTS]
 
 
 def test_a_stranger_leaves_the_position_alone_and_is_learned(order: AccessOrder) -> None:
     order.begin(Pass.EVALUATION)
     for name in ("embed", "adapter"):
         order.use(name)
-    assert order.upcoming() == POINTS[1:]
+    assert order.upcoming() == POINTS[1:] + POINTS
     order.end()
     order.begin(Pass.EVALUATION)
-    assert order.upcoming() == ["embed", "adapter"]
+    assert order.upcoming() == 2 * ["embed", "adapter"]
 
 
 def test_outside_a_pass_nothing_is_known(order: AccessOrder) -> None:
