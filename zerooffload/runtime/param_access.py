@@ -69,7 +69,10 @@ class ParamAccess:
         first of them cannot be taken home.
         """
         units = list(dict.fromkeys(units))
-        self._gradients.drain()
+        if grads:
+            # An update whose gradient could not be written tells so.
+            self._updates.finish()
+            self._gradients.drain()
         with ExitStack() as stack:
             stack.callback(self._residency.release, units)
             self._residency.require(units)
