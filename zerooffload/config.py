@@ -31,6 +31,7 @@ TierChoice = HomeTier | dict[str, HomeTier]
 """One home tier for all units, or one for each `fnmatch` pattern of unit names; the first that matches counts."""
 
 _COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Stage = Literal[0, 1, 2, 3]
 Algorithm = Literal["adamw", "adam", "adagrad", "lion", "sgd"]
 """The optimizers, by the names of their rules."""
 MomentFormat = Literal["fp32", "bf16", "8bit"]
@@ -51,8 +52,10 @@ class OffloadConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
-    stage: Literal[3] = 3
-    """ZeRO stage. Stages 0 to 2 do not exist yet."""
+    stage: Stage = 3
+    """ZeRO stage, where there are several ranks. 3: each rank keeps 1/N of parameters, gradients and optimizer state.
+    2: parameters whole; they are gathered once a step instead of for each use. 1: gradients whole too. 0: all whole, as
+    in plain data parallelism. The numbers are the same."""
     params: TierChoice = "auto"
     """Home tier of the parameters. "auto" is host until a planner chooses."""
     optimizer: TierChoice = "auto"

@@ -6,11 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from support.environments import Homes
-from support.rank_accounts import Stack, leased, received
+from support.rank_accounts import NUM_SOAK_STEPS, Setup, Stack, buffers_of_steps, held, leased, received
 from support.ranks import run_ranks
 from support.small_models import small_gpt2
 from torch import nn
+
+from zerooffload.optim.record import OptimizerStates
+from zerooffload.planner.stages import STAGES, parameter_bytes, sharding_of
 
 PAGE = 4096
 HOMES: list[Homes] = [
@@ -105,27 +109,82 @@ def test_a_rank_holds_its_part_and_less_than_a_page_more_of_each_flat(world_size
 
 
 Moved = Callable[[dict[str, int]], int]
-GATHERED: dict[tuple[str, bool], Moved] = {
-    # By model, and by whether device memory is the least that it is accepted with.
+GATHERED: dict[Setup, Moved] = {
     # Once for the forward; all of it is still there in the backward.
-    ("stack", False): lambda unit: sum(unit.values()),
-    ("gpt2", False): lambda unit: sum(unit.values()),
+    Setup("stack", least_window=False): lambda unit: sum(unit.values()),
+    Setup("gpt2", least_window=False): lambda unit: sum(unit.values()),
     # Forward and backward, but for what nothing has replaced in between: the root's, and the last block.
-    ("stack", True): lambda unit: 2 * sum(unit.values()) - unit["root"] - unit["blocks.3."],
+    Setup("stack", least_window=True): lambda unit: 2 * sum(unit.values()) - unit["root"] - unit["blocks.3."],
     # There the last to be used is the head, whose weight is the token embedding's: it comes for the embedding, for the
     # head in forward and backward, and for the embedding again, in whose backward it is still needed. The position
     # embedding's comes twice.
-    ("gpt2", True): lambda unit: 2 * sum(unit.values()) - unit["root"] + unit["transformer.wte."],
+    Setup("gpt2", least_window=True): lambda unit: 2 * sum(unit.values()) - unit["root"] + unit["transformer.wte."],
 }
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_a_rank_receives_three_times_the_others_part_less_what_stays(world_size: int) -> None:
+def test_a_rank_receives_three_times_the_others_part_less_what_stays(world_size: int, tmp_path: Path) -> None:
     """The parameters twice and the gradients once, of each padded flat; small messages (what got a gradient) apart."""
-    cases = list(GATHERED)
-    for of_rank in run_ranks(received, world_size, cases):
-        for (model, least_window), steps in zip(cases, of_rank, strict=True):
-            numels = units(Stack() if model == "stack" else small_gpt2())
-            unit = {name: Flat(numel, world_size, "fp32").moved(world_size) for name, numel in numels.items()}
-            expected = {"gathered": GATHERED[model, least_window](unit), "reduced": sum(unit.values())}
-            assert steps == [expected] * len(steps), (model, least_window)
+    setups = list(GATHERED)
+    for of_rank in run_ranks(received, world_size, str(tmp_path), setups):
+        for setup, steps in zip(setups, of_rank, strict=True):
+            unit = moved_by_unit(setup, world_size)
+            expected = {"gathered": GATHERED[setup](unit), "reduced": sum(unit.values())}
+            assert steps == [expected] * len(steps), setup
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_in_stages_0_to_2_a_rank_receives_twice_the_others_part(world_size: int, tmp_path: Path) -> None:
+    """Gradients are reduced, and they or the parameters that were updated are gathered, each once in a step.
+
+    That is ZeRO's 2 Psi (N-1)/N, of padded flats, however small the window is.
+    """
+    places = (("stack", "host", False), ("stack", "nvme", False), ("stack", "nvme", True), ("gpt2", "nvme", True))
+    setups = [Setup(model, least, stage, home) for model, home, least in places for stage in (0, 1, 2)]
+    for of_rank in run_ranks(received, world_size, str(tmp_path), setups):
+        for setup, steps in zip(setups, of_rank, strict=True):
+            each = sum(moved_by_unit(setup, world_size).values())
+            assert steps == [{"gathered": each, "reduced": each}] * len(steps), setup
+
+
+def moved_by_unit(setup: Setup, world_size: int) -> dict[str, int]:
+    """What a rank receives of each unit, once."""
+    numels = units(Stack() if setup.model == "stack" else small_gpt2())
+    return {name: Flat(numel, world_size, "fp32").moved(world_size) for name, numel in numels.items()}
+
+
+def test_what_is_received_grows_with_the_others_part_alone() -> None:
+    """So 2 Psi and 3 Psi are constant in the number of ranks: the flats grow by less than a page a rank."""
+    for world_size in (2, 3, 4, 64):
+        for numels in units(small_gpt2()).values():
+            flat = Flat(numels, world_size, "fp32")
+            whole_nbytes = flat.moved(world_size) * world_size / (world_size - 1)
+            assert 0 <= whole_nbytes - flat.used * flat.element < world_size * PAGE
+
+
+def test_a_rank_holds_what_the_formula_says() -> None:
+    """On 4 ranks, in bf16 with K = 10: the memory that states lie in, beside the formula, stage by stage."""
+    world_size, model = 4, Stack(256)
+    num_params = sum(param.numel() for param in model.parameters())
+    per_param = parameter_bytes(torch.bfloat16, OptimizerStates())
+    largest = [0.0] * 4
+    for of_rank in run_ranks(held, world_size, STAGES):
+        for stage, states in zip(STAGES, of_rank, strict=True):
+            formula = per_param.of_rank(num_params, world_size, stage)
+            # A shard of each of five flats has less than a page of parameters more; other states' bytes in proportion.
+            sharding = sharding_of(stage)
+            shards = {name: len(sharding.held(world_size, is_sharded=getattr(sharding, name))) for name in states}
+            padding = sum(5 * shards[name] * PAGE * getattr(per_param, name) / per_param.params for name in states)
+            assert 0 <= sum(states.values()) - formula < padding, (stage, states)
+            largest[stage] = max(largest[stage], sum(states.values()))
+    assert largest[0] > largest[1] > largest[2] > largest[3]
+    assert largest[0] > 3 * largest[3]
+
+
+def test_collectives_use_the_same_memory_in_every_step() -> None:
+    """So nothing grows and nothing is cut up, however long a run lasts; the first step guesses its order."""
+    for of_rank in run_ranks(buffers_of_steps, 2, STAGES):
+        for steps in of_rank:
+            assert len(steps) == NUM_SOAK_STEPS
+            assert steps[1]
+            assert all(step == steps[1] for step in steps[2:])

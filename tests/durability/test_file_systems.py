@@ -194,7 +194,7 @@ def punch_free_slots(training: Stepwise) -> None:
     commits.settle()
     free = []
     for _, block in run._kept_blocks():
-        for chunk, place in enumerate(block.places):
+        for chunk, place in enumerate(block.kept_places):
             index = (block.first_index or 0) + chunk
             free.append((1 - nvme.slots._committed[index], place, block.layout.file_nbytes(chunk)))
     for slot, place, nbytes in free[3:]:

@@ -143,9 +143,9 @@ def offload_config(folder: str, homes: Homes, **fields: Any) -> zo.OffloadConfig
 
 
 def whole_params(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all parameters of an offloaded model."""
-    with zo.full_params(model, writeback=False):
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
+    """Copies of all parameters of an offloaded model, whose window need not hold them together."""
+    state = model.state_dict()
+    return {name: state[name].clone() for name, _ in model.named_parameters()}
 
 
 def flat_nbytes(model: nn.Module) -> int:

@@ -63,8 +63,9 @@ def train_routed(
     least_window: bool,  # noqa: FBT001 - arguments of ranks have places
 ) -> dict[str, Any]:
     """Steps in which rank `r` uses the second block as `uses[step][r]` says."""
-    device_memory = least_device_memory(Routed()) if least_window else AMPLE_BYTES
-    config = zo.OffloadConfig(device_memory=device_memory, host_memory=AMPLE_BYTES, threads=1)
+    config = zo.OffloadConfig(device_memory=AMPLE_BYTES, host_memory=AMPLE_BYTES, threads=1)
+    if least_window:
+        config = config.model_copy(update={"device_memory": least_device_memory(Routed(), config)})
     model = zo.offload(Routed(), config)
     optimizer = zo.AdamW(model.parameters(), **OPTIONS)
     norms = []

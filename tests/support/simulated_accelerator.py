@@ -173,7 +173,8 @@ class SimulatedAccelerator:
             return stream.record()
         self._num_points += 1
         contents = {}
-        for memory in self._filled:
+        # As they are now: gradients are taken home by a thread of its own, while others take and give back memory.
+        for memory in tuple(self._filled):
             contents[memory] = memory.tensor.clone()
             if not memory.copied_into and bool((memory.tensor != POISON).any()):
                 memory.used_by_compute = True

@@ -143,6 +143,7 @@ CASES: dict[tuple[str, Wait], list[Case]] = {
     ("memory_tier.write", Wait.STATE_COPY): [Case(("device", "host", "host"))],
 }
 BY_CHANCE = "between two threads of ours: without the wait it is chance who comes first; shown in"
+BY_RANKS = "only several ranks gather parameters: see tests/distributed/test_stages.py"
 COVERED: dict[tuple[str, Wait], tuple[str, Case | None]] = {
     ("stream._bring", Wait.GRADIENT_WRITE): (f"{BY_CHANCE} test_update_queue.py", None),
     ("update_queue._wait_for", Wait.UPDATE): (f"{BY_CHANCE} test_update_queue.py", None),
@@ -163,6 +164,10 @@ COVERED: dict[tuple[str, Wait], tuple[str, Case | None]] = {
     ("kept_chunks.take_up", Wait.STATE_COPY): ("only a resumed run copies them: see tests/durability", None),
     ("slot_access._copy_to", Wait.STATE_WRITE): ("only a durable run has copies: see tests/durability", None),
     ("stream._copy", Wait.STATE_COPY): ("only a durable run has copies: see tests/durability", None),
+    ("fetch.take_copies_home", Wait.PARAMETER_GATHERED): (BY_RANKS, None),
+    ("fetch._write_staged", Wait.PARAMETER_GATHERED): (BY_RANKS, None),
+    ("fetch._write_staged", Wait.PARAMETER_COPY): (BY_RANKS, None),
+    ("fetch.wait_for_copies", Wait.PARAMETER_WRITE): (BY_RANKS, None),
 }
 """Waits that another one covers: why, and a run in which they are taken out in vain, if there is one here."""
 
@@ -188,8 +193,8 @@ def test_every_place_has_a_case() -> None:
 
 
 def test_every_wait_has_a_case() -> None:
-    by_chance = {wait for (_, wait), (why, _) in COVERED.items() if why.startswith(BY_CHANCE)}
-    assert {wait for _, wait in CASES} | by_chance == set(Wait) - {Wait.COMMIT}
+    elsewhere = {wait for (_, wait), (why, _) in COVERED.items() if why.startswith((BY_CHANCE, BY_RANKS))}
+    assert {wait for _, wait in CASES} | elsewhere == set(Wait) - {Wait.COMMIT}
 
 
 @pytest.mark.parametrize(

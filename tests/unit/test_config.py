@@ -47,7 +47,7 @@ def test_the_compute_dtype_is_torchs(name: str, dtype: torch.dtype) -> None:
         ({"host_memory": -1}, ["host_memory", "-1"]),
         ({"params": "disk"}, ["params", "'disk'"]),
         ({"params": {"layers.*": "disk"}}, ["params", "'disk'"]),
-        ({"stage": 2}, ["stage", "2"]),
+        ({"stage": 4}, ["stage", "4"]),
         ({"threads": 0}, ["threads", "0"]),
         ({"accumulation_steps": 0}, ["accumulation_steps", "0"]),
         ({"accumulation_steps": -4}, ["accumulation_steps", "-4"]),

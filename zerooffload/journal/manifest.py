@@ -29,7 +29,10 @@ class PartEntry:
 
 @dataclass(frozen=True)
 class StateEntry:
-    """A kept state of a flat: how it is cut, and for each chunk the path's index and the offset of each slot."""
+    """A kept state of a flat: how it is cut, and for each chunk the path's index and the offset of each slot.
+
+    `numel` are the elements of a shard.
+    """
 
     name: str
     numel: int
@@ -37,6 +40,7 @@ class StateEntry:
     num_slots: int
     parts: tuple[PartEntry, ...]
     chunks: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    num_shards: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class ParamEntry:
 
 @dataclass(frozen=True)
 class FlatEntry:
-    """A flat buffer; `shard_start` is the first element that is this rank's."""
+    """A flat buffer; `shard_start` is the first element that this rank updates."""
 
     name: str
     dtype: str

@@ -103,4 +103,4 @@ def _chunks(history: History, files: Sequence[OpenFile]) -> Iterator[_Chunk]:
 def layout_of(state: StateEntry) -> RecordLayout:
     """How a kept state is cut into records."""
     parts = tuple(Part(part.name, getattr(torch, part.dtype), part.block_numel) for part in state.parts)
-    return RecordLayout(parts, state.numel, state.chunk_numel)
+    return RecordLayout(parts, state.numel, state.chunk_numel, range(state.num_shards))

@@ -26,6 +26,7 @@ from zerooffload.formats import round_up
 from zerooffload.journal import record_capacity
 from zerooffload.journal.history import NUM_RECORDS
 from zerooffload.optim.record import OptimizerStates
+from zerooffload.planner.stages import STAGE_3, Sharding
 from zerooffload.sharding.layout import FlatLayout
 from zerooffload.tiers import FILE_ALIGNMENT_BYTES, Kept, Part, RecordLayout
 from zerooffload.tiers.records import CHUNK_ALIGNMENT_NUMEL
@@ -90,6 +91,11 @@ class StatePlacement:
     num_places: int = 1
 
     @property
+    def kept_layout(self) -> RecordLayout:
+        """The records that outlive the run."""
+        return self.layout if self.kept is None else self.kept.part_of(self.layout)
+
+    @property
     def is_mirrored(self) -> bool:
         """Whether what outlives the run is a copy, because the home is memory."""
         return self.kept is not None and self.tier is not TierName.NVME
@@ -105,6 +111,11 @@ class FlatPlacement:
     gradient: StatePlacement | None
     moves: bool
     collects: bool
+
+    @property
+    def own(self) -> range:
+        """The shards that this rank updates; of frozen parameters, those that it holds."""
+        return (self.optimizer or self.param).layout.shards
 
     @property
     def range_length(self) -> int:
@@ -176,7 +187,7 @@ class Placement:
         """Chunks that an update brings to host memory from files."""
         flats = [flat for unit in self.units for flat in unit.flats if flat.optimizer is not None]
         far = [flat for flat in flats if TierName.NVME in (flat.param.tier, flat.optimizer and flat.optimizer.tier)]
-        return sum(flat.param.layout.num_chunks for flat in far)
+        return sum(flat.optimizer.layout.num_chunks for flat in far if flat.optimizer is not None)
 
     @property
     def update_uses_other_resources(self) -> bool:
@@ -187,7 +198,7 @@ class Placement:
     def num_kept_chunks(self) -> int:
         """Chunks of this rank that a committed step names."""
         states = (state for unit in self.units for flat in unit.flats for state in flat.states())
-        return sum(state.layout.num_chunks for state in states if state.kept is not None)
+        return sum(state.kept_layout.num_chunks for state in states if state.kept is not None)
 
     def fixed_claims(self) -> list[Claim]:
         """Homes and staging rings: what does not depend on the budgets."""
@@ -206,12 +217,13 @@ class Placement:
         return [Claim(tier, holder, nbytes) for (tier, holder), nbytes in totals.items() if nbytes]
 
     def _blocks(self, state: StatePlacement) -> list[tuple[TierName, str, int]]:
-        num_slots = state.kept.num_slots if state.kept is not None else state.num_places
-        num_at_home = 1 if state.is_mirrored else num_slots
-        blocks = [(state.tier, state.holder, self.reach.block_nbytes(state.tier, state.layout, num_at_home))]
-        if state.is_mirrored:
-            nbytes = self.reach.block_nbytes(TierName.NVME, state.layout, num_slots)
-            blocks.append((TierName.NVME, mirror_holder(state.holder), nbytes))
+        block_nbytes = self.reach.block_nbytes
+        blocks = [(state.tier, state.holder, block_nbytes(state.tier, state.layout, state.num_places))]
+        if state.kept is not None:
+            # At home in files they have one slot already.
+            holder = mirror_holder(state.holder) if state.is_mirrored else state.holder
+            num_more = state.kept.num_slots - (not state.is_mirrored)
+            blocks.append((TierName.NVME, holder, block_nbytes(TierName.NVME, state.kept_layout, num_more)))
         return blocks
 
 
@@ -262,11 +274,14 @@ def place(
     durability: Durability = Durability(),
     *,
     accumulates: bool = False,
+    sharding: Sharding = STAGE_3,
 ) -> Placement:
     """Give every state of every unit its home.
 
     Parameters
     ----------
+    sharding : Sharding
+        Which states this rank holds a shard of, and which whole.
     accumulates : bool
         Whether several backwards add up before each update: gradients are then held in fp32.
 
@@ -292,6 +307,7 @@ def place(
                     chunk_numel=chunk_numel,
                     commits=commits,
                     accumulates=accumulates,
+                    sharding=sharding,
                 )
                 for flat in unit.flats
             ),
@@ -327,7 +343,8 @@ def with_second_places(placement: Placement) -> Placement:
 
 
 def _with_second_places(flat: FlatPlacement) -> FlatPlacement:
-    if flat.optimizer is None or any(state.tier is TierName.DEVICE for state in flat.states()):
+    holds_copies = len(flat.param.layout.shards) > len(flat.own)
+    if flat.optimizer is None or holds_copies or any(state.tier is TierName.DEVICE for state in flat.states()):
         return flat
     return replace(flat, param=replace(flat.param, num_places=2), optimizer=replace(flat.optimizer, num_places=2))
 
@@ -366,29 +383,40 @@ def _place_flat(
     chunk_numel: int,
     commits: bool,
     accumulates: bool,
+    sharding: Sharding,
 ) -> FlatPlacement:
-    def state(holder: str, choice: TierChoice, parts: tuple[Part, ...], num_slots: int) -> StatePlacement:
-        records = RecordLayout(parts, layout.shard_numel, chunk_numel)
+    num_shards = layout.world_size
+    own = sharding.held(num_shards, is_sharded=sharding.optimizer if layout.trainable else sharding.params)
+
+    def state(
+        holder: str, choice: TierChoice, parts: tuple[Part, ...], *, is_sharded: bool, num_slots: int = 0
+    ) -> StatePlacement:
+        shards = sharding.held(num_shards, is_sharded=is_sharded)
+        records = RecordLayout(parts, layout.shard_numel, chunk_numel, shards)
         name = f"{layout.name} {holder}"
-        kept = Kept(name, num_slots) if num_slots else None
+        kept = Kept(name, num_slots, own) if num_slots else None
         return StatePlacement(holder, home_tier(choice, unit_name), records, kept, name)
 
     # What is frozen is never written again: one slot. In memory it need not be kept: the user's model has it.
     is_kept = commits and (layout.trainable or home_tier(choices.params, unit_name) is TierName.NVME)
     param_slots = (2 if layout.trainable else 1) if is_kept else 0
-    param = state("parameters", choices.params, (Part("param", layout.dtype),), param_slots)
+    of_param = (Part("param", layout.dtype),)
+    param = state("parameters", choices.params, of_param, is_sharded=sharding.params, num_slots=param_slots)
     optimizer = gradient = None
     if layout.trainable:
-        optimizer = state("optimizer state", choices.optimizer, states.parts(layout.dtype), 2 if commits else 0)
-        held_dtype = torch.float32 if accumulates else layout.dtype
-        gradient = state("gradients", choices.gradients, (Part("grad", held_dtype),), 0)
-    several = layout.world_size > 1
+        record, num_slots = states.parts(layout.dtype), 2 if commits else 0
+        optimizer = state(
+            "optimizer state", choices.optimizer, record, is_sharded=sharding.optimizer, num_slots=num_slots
+        )
+        held = (Part("grad", torch.float32 if accumulates else layout.dtype),)
+        gradient = state("gradients", choices.gradients, held, is_sharded=sharding.gradients)
+    several = num_shards > 1
     return FlatPlacement(
         layout=layout,
         param=param,
         optimizer=optimizer,
         gradient=gradient,
-        moves=several or not reach.by_device(param.tier),
+        moves=len(param.layout.shards) < num_shards or not reach.by_device(param.tier),
         collects=gradient is not None and (several or not reach.by_device(gradient.tier)),
     )
 
@@ -413,21 +441,20 @@ def _slot_nbytes(flat: FlatPlacement, reach: Reach) -> int:
     if flat.optimizer is not None and all(state.tier is TierName.DEVICE for state in states):
         states = [state for state in states if state.is_mirrored]
     needs = [state.layout for state in states if state.is_mirrored or not reach.by_host(state.tier)]
-    return sum(layout.file_nbytes(0) for layout in needs if layout.num_chunks)
+    return sum(layout.largest_file_nbytes for layout in needs)
 
 
 def _param_slot_nbytes(flat: FlatPlacement, reach: Reach) -> int:
     """Room for a chunk's parameters, where neither the host nor the device can address them at home."""
-    layout = flat.param.layout
     is_staged = flat.moves and not reach.device_shares_host and not reach.by_host(flat.param.tier)
-    return layout.file_nbytes(0) if is_staged and layout.num_chunks else 0
+    return flat.param.layout.largest_file_nbytes if is_staged else 0
 
 
 def _gradient_slot_nbytes(flat: FlatPlacement, reach: Reach) -> int:
     """Room for what comes from the device, and for what the home already holds, where the host cannot address them."""
-    if not flat.collects or flat.gradient is None or not flat.gradient.layout.num_chunks:
+    if not flat.collects or flat.gradient is None:
         return 0
     # A gradient leaves in its parameter's dtype, so a chunk of it is as long as one of the parameters.
-    arriving_nbytes = 0 if reach.device_shares_host else flat.param.layout.file_nbytes(0)
-    held_nbytes = 0 if reach.by_host(flat.gradient.tier) else flat.gradient.layout.file_nbytes(0)
+    arriving_nbytes = 0 if reach.device_shares_host else flat.param.layout.largest_file_nbytes
+    held_nbytes = 0 if reach.by_host(flat.gradient.tier) else flat.gradient.layout.largest_file_nbytes
     return arriving_nbytes + held_nbytes

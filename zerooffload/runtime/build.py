@@ -32,6 +32,7 @@ from zerooffload.planner.placement import (
     place,
     with_second_places,
 )
+from zerooffload.planner.stages import sharding_of
 from zerooffload.runtime.backwards import BackwardCount
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.initial_states import InitialStates
@@ -117,7 +118,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
     params_of = dict(model.named_parameters(remove_duplicate=False))
     world_size = env.collectives.world_size
     layouts = [_unit_layout(unit, params_of, config, world_size) for unit in found]
-    plan = agree(env.collectives, lambda: _announce(layouts, config, env.accelerator), "planning")
+    plan = agree(env.collectives, lambda: _announce(layouts, config, env), "planning")
     plan = _same_windows(plan, env.collectives).with_cache()
     warn_if_memory_is_short(plan)
     recorder = CountingRecorder()
@@ -228,14 +229,16 @@ def _unit_layout(
     return UnitLayout(unit.name, tuple(flats), unit.needs)
 
 
-def _announce(layouts: list[UnitLayout], config: OffloadConfig, accelerator: Accelerator) -> AnnouncedPlan:
+def _announce(layouts: list[UnitLayout], config: OffloadConfig, env: Environment) -> AnnouncedPlan:
+    accelerator = env.accelerator
     reach = Reach(accelerator.shares_host_memory, accelerator.range_nbytes)
     choices = TierChoices(config.params, config.optimizer, config.gradients)
     states = _optimizer_states(config)
     durability = Durability(config.atomic_steps, config.durable)
+    sharding = sharding_of(config.stage, env.collectives.rank)
 
     def placed(homes: TierChoices) -> Placement:
-        return place(layouts, homes, reach, states, durability, accumulates=config.accumulates)
+        return place(layouts, homes, reach, states, durability, accumulates=config.accumulates, sharding=sharding)
 
     placement, limits = placed(choices), limits_of(config, accelerator)
     if config.atomic_steps and config.update in ("auto", "during_backward"):
@@ -286,7 +289,7 @@ def _allocate(state: StatePlacement, resources: Resources) -> Block:
     if not state.is_mirrored:
         return home
     holder, name = mirror_holder(state.holder), f"copy of {state.name}"
-    copies = resources.tiers[TierName.NVME].allocate(state.layout, holder, state.kept, name=name)
+    copies = resources.tiers[TierName.NVME].allocate(state.kept_layout, holder, state.kept, name=name)
     return MirroredBlock(home, copies)
 
 
@@ -309,6 +312,7 @@ def _hand_over(model: nn.Module, units: Sequence[Unit], resources: Resources, pa
     for unit in _with_values(model, units):
         for part in unit.parts:
             states.write(part)
+            part.bind()
             part.show_at_home()
     states.finish()
     device = parts.accelerator.device

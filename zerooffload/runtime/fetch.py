@@ -4,6 +4,9 @@ Where the device shares host memory, records are read straight into the range. E
 copied, and what it does not address passes through a staging slot: all staged records wait in one queue, first come,
 first served, so that a fetch that is waited for finishes those before it. Slots that are left read the units that come
 next, while the device has no room for them yet. A unit whose update is still under way is read when that is over.
+
+Parameters of other ranks that a home holds come with the gathering that follows an update. Where their unit may be
+fetched again before the next update, they are taken home from the range, and read from there then.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import torch
 from zerooffload.accelerator import Accelerator, Event
 from zerooffload.runtime.read_ahead import ReadAhead, Settled, StagedRecord, read_into_slot
 from zerooffload.runtime.update_queue import UpdateQueue
-from zerooffload.sharding.unit import Unit
+from zerooffload.sharding.unit import Unit, UnitFlat
 from zerooffload.telemetry import Wait, Waitable, Waits, wait_for_all
 from zerooffload.tiers import Block, Space, StagingRing, Transfers
 
@@ -68,6 +71,7 @@ class Fetcher:
         self._queue: deque[_StagedRead] = deque()
         self._reading: deque[_Reading] = deque()
         self._early = ReadAhead(ring, waits)
+        self._going_home: dict[Unit, list[Waitable]] = {}
 
     def start(self, unit: Unit, refill_after: Event) -> Fetch:
         """Begin to fill the unit's ranges, whose memory compute has done with at `refill_after`."""
@@ -93,11 +97,9 @@ class Fetcher:
         for part in fetch.unit.moving_parts:
             if part.range is None:
                 continue
-            layout = part.home.layout
-            for chunk in range(layout.num_chunks):
-                offset = layout.record_offset(chunk)
-                target = part.shard_of(part.range.tensor)[offset : offset + layout.file_nbytes(chunk)]
-                self._start_record(fetch, part.home, chunk, target)
+            # Copies that are not current are gathered when what this rank updates is there.
+            for chunk in part.current_chunks:
+                self._start_record(fetch, part.home, chunk, part.place_of(chunk, part.range.tensor))
 
     def _start_record(self, fetch: Fetch, home: Block, chunk: int, target: torch.Tensor) -> None:
         source = home.view(Space.HOST, chunk)
@@ -129,8 +131,7 @@ class Fetcher:
             if self._queue or not self._updates.is_home(unit):
                 return
             for part in unit.moving_parts:
-                chunks = range(part.home.layout.num_chunks)
-                far = [chunk for chunk in chunks if part.home.view(Space.HOST, chunk) is None]
+                far = [chunk for chunk in part.current_chunks if part.home.view(Space.HOST, chunk) is None]
                 if not self._early.begin(part.home, far, len(self._reading)):
                     return
 
@@ -180,6 +181,53 @@ class Fetcher:
             self._ring.release(item.staged.slot, [Settled(item.staged.ticket)])
         if fetch.last_copy is not None:
             fetch.last_copy.wait()
+
+    def take_copies_home(self, unit: Unit, part: UnitFlat) -> None:
+        """Send home what was gathered into the part's range and its home holds of it."""
+        if part.range is None or not part.copied_chunks:
+            return
+        under_way = self._going_home.setdefault(unit, [])
+        for chunk in part.copied_chunks:
+            content, name = part.place_of(chunk, part.range.tensor), f"{part.home.name} #{chunk}"
+            record = part.home.view(Space.HOST, chunk)
+            if record is not None:
+                content = content[: record.numel()]
+                under_way.append(self._transfers.to_host(record, content, Wait.PARAMETER_GATHERED, name))
+            elif self._accelerator.shares_host_memory:
+                under_way.append(part.home.write(chunk, content))
+            else:
+                under_way.append(self._write_staged(part.home, chunk, content, name))
+        part.copies_are_current = True
+
+    def _write_staged(self, home: Block, chunk: int, content: torch.Tensor, name: str) -> Waitable:
+        while not self._ring.num_free:
+            if not self._early.give_up_last():
+                self._copy_first()
+        slot = self._ring.acquire(self._waits)
+        leaving: list[Waitable] = []
+        try:
+            record = slot.take(home.layout.file_nbytes(chunk))
+            leaving.append(self._transfers.to_host(record, content, Wait.PARAMETER_GATHERED, name))
+            self._waits.until(Wait.PARAMETER_COPY, leaving[0])
+            leaving.append(home.write(chunk, record))
+        finally:
+            self._ring.release(slot, leaving)
+        return leaving[-1]
+
+    def wait_for_copies(self, unit: Unit) -> None:
+        """Return when what `take_copies_home` began is home.
+
+        Raises
+        ------
+        TierIOError
+            If it could not be taken there.
+        """
+        try:
+            wait_for_all(self._waits, Wait.PARAMETER_WRITE, self._going_home.pop(unit, ()))
+        except BaseException:
+            for part in unit.parts:
+                part.own_changed()
+            raise
 
     def _issue(self) -> None:
         while self._queue and self._has_slot():

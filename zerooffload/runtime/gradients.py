@@ -6,10 +6,11 @@ a flat gather in a collection buffer on the device; when all have arrived (or ro
 buffer departs: chunk by chunk it is brought to the host, joined with what the home holds, normed and sent home. The
 buffer's memory is given back when nothing reads it any more.
 
-With several ranks a departing buffer is reduced first, and only this rank's shard of the mean goes home. Buffers depart
-in the reverse order of the model on every rank, each flat once in each backward, with zeros for what did not arrive:
-which gradients a rank has got, and when, must not decide which collectives it starts. At the end of backward the ranks
-agree on which parameters got a gradient anywhere.
+With several ranks a departing buffer is reduced first, and of the mean only what this rank updates goes home: its
+shard, or, where it updates everything, all of it, gathered from the ranks that have it. Buffers depart in the reverse
+order of the model on every rank, each flat once in each backward, with zeros for what did not arrive: which gradients a
+rank has got, and when, must not decide which collectives it starts. At the end of backward the ranks agree on which
+parameters got a gradient anywhere.
 
 [Note: gradients of 16 bits]
 They leave the device in their parameter's dtype: buffers, copies and reductions are in it. Where several backwards are
@@ -331,6 +332,9 @@ class GradientPath:
             elements = layout.elements(collection.memory.tensor)
             zero_absent(part, (0, layout.numel), elements, [index in arrived for index in range(len(layout.slots))])
             self._collectives.reduce_scatter(elements, layout.name)
+            if len(part.own) > 1:
+                # Every rank updates everything.
+                self._collectives.all_gather(elements, layout.name)
             self._held_before[id(part)] = list(collection.training.held)
             self._arrived[id(part)] = arrived
             arrived = set(range(len(layout.slots)))
@@ -340,11 +344,10 @@ class GradientPath:
             then = partial(self._is_complete, part, collection.training)
         # Before anything is in flight: the memory must be waited for also if sending fails half-way.
         self._leaving.append(collection)
-        shard = part.shard_of(collection.memory.tensor)
         self._landing.send(
             part,
             collection.training,
-            shard,
+            collection.memory.tensor,
             arrived,
             using=collection.leaving,
             then=then,

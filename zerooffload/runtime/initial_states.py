@@ -38,24 +38,24 @@ class InitialStates:
         """Write a flat's parameters, as its module holds them now, and the state of an optimizer that never stepped."""
         values = [param.detach().reshape(-1) for param in part.flat.params]
         layout = part.flat.layout
-        self._write_chunks(part, part.home, lambda views, span: _write_params(views, values, layout, span))
+        self._write_chunks(part.home, lambda views, span: _write_params(views, values, layout, span))
         if part.training is not None:
             record = part.training.optimizer
-            self._write_chunks(part, record, lambda views, span: _write_record(views, values, layout, span))
+            self._write_chunks(record, lambda views, span: _write_record(views, values, layout, span))
             gradient = part.training.gradient
             if isinstance(gradient, NvmeBlock):
-                self._write_chunks(part, gradient, lambda views, _: _zero(views))
+                self._write_chunks(gradient, lambda views, _: _zero(views))
 
     def finish(self) -> None:
         """Wait until everything is home."""
         self._ring.drain(self._waits)
 
-    def _write_chunks(self, part: UnitFlat, block: Block, write: Callable[[Views, Span], None]) -> None:
-        """Let `write` set every chunk of this rank's shard, given its views and its elements of the flat buffer."""
-        if self._continues and isinstance(block, NvmeBlock) and block.first_index is not None:
-            return
-        for chunk in range(block.layout.num_chunks):
-            span = part.chunk_span(chunk)
+    def _write_chunks(self, block: Block, write: Callable[[Views, Span], None]) -> None:
+        """Let `write` set every chunk that a block holds, given its views and its elements of the flat buffer."""
+        for chunk in block.layout.chunks:
+            if self._continues and isinstance(block, NvmeBlock) and chunk in block.kept_chunks:
+                continue
+            span = block.layout.chunk_range(chunk)
             record = block.view(Space.HOST, chunk)
             if record is None:
                 record = block.view(Space.DEVICE, chunk)
@@ -63,7 +63,7 @@ class InitialStates:
                 self._write_staged(block, chunk, span, write)
             else:
                 write(block.layout.split(chunk, record), span)
-            if block.mirror is not None and not self._continues:
+            if block.mirror is not None and chunk in block.mirror.layout.chunks and not self._continues:
                 self._write_staged(block.mirror, chunk, span, write)
 
     def _write_staged(self, block: Block, chunk: int, span: Span, write: Callable[[Views, Span], None]) -> None:

@@ -39,7 +39,7 @@ class KeptChunks:
         CheckpointError
             If one is not what was written, or cannot be read.
         """
-        chunks = ((block, kept, chunk) for block, kept in blocks for chunk in range(block.layout.num_chunks))
+        chunks = ((block, kept, chunk) for block, kept in blocks for chunk in kept.kept_chunks)
         reading: deque[_Reading] = deque()
         try:
             for item in chunks:

@@ -83,6 +83,8 @@ class Landing:
     ) -> None:
         """Send home the gradients `arrived` of a flat from `memory`, uint8 on the device, given to compute so far.
 
+        Of what `memory` holds for the whole buffer, that goes which this rank updates.
+
         Parameters
         ----------
         using : list[Waitable]
@@ -96,11 +98,9 @@ class Landing:
             training.grad_factors[index] = 1.0
         departure = _Departure(part, training, frozenset(arrived), held_before, tuple(training.held), factors_before)
         computed = None if self._shares_host_memory else self._transfers.compute_done()
-        # What leaves lies like the parameters, whatever dtype the home holds.
-        layout = part.home.layout
-        for chunk in range(layout.num_chunks):
-            offset = layout.record_offset(chunk)
-            content = memory[offset : offset + layout.file_nbytes(chunk)]
+        for chunk in part.own_chunks:
+            # What leaves lies like the parameters, whatever dtype the home holds.
+            content = part.place_of(chunk, memory)
             if computed is None:
                 using += self._join(departure, chunk, content, None)
             else:
@@ -140,13 +140,13 @@ class Landing:
     def forget_sums(self, part: UnitFlat) -> None:
         """The gradient of a flat changed."""
         if part.training is not None:
-            for chunk in range(part.training.gradient.layout.num_chunks):
+            for chunk in part.own_chunks:
                 self._sums.pop((id(part), chunk), None)
 
     def square_sums(self, part: UnitFlat, training: TrainingStates) -> list[torch.Tensor]:
-        """Sums of squares, by blocks, of a flat's gradient as its home holds it; what is not held counts as zero."""
+        """Sums of squares, by blocks, of this rank's shard of a flat's gradient; what is not held counts as zero."""
         sums = []
-        for chunk in range(training.gradient.layout.num_chunks):
+        for chunk in part.home.layout.chunks_of(part.shard):
             key = (id(part), chunk)
             if key not in self._sums:
                 self._sums[key] = self._sums_at_home(part, training, chunk)
@@ -159,14 +159,14 @@ class Landing:
             record = home.view(space, chunk)
             if record is not None:
                 (elements,) = home.layout.split(chunk, record).values()
-                zero_absent(part, part.chunk_span(chunk), elements, training.held)
+                zero_absent(part, part.home.layout.chunk_range(chunk), elements, training.held)
                 return kernels.square_sums(elements)
         slot = self._ring.acquire(self._waits)
         try:
             record = slot.take(home.layout.file_nbytes(chunk))
             self._read(part, training, chunk, record)
             (elements,) = home.layout.split(chunk, record).values()
-            zero_absent(part, part.chunk_span(chunk), elements, training.held)
+            zero_absent(part, part.home.layout.chunk_range(chunk), elements, training.held)
             return self._host_kernels.square_sums(elements)
         finally:
             self._ring.release(slot)
@@ -179,7 +179,7 @@ class Landing:
         (new,) = departure.part.home.layout.split(chunk, content).values()
         view = home.view(Space.HOST, chunk)
         key = (id(departure.part), chunk)
-        span = departure.part.chunk_span(chunk)
+        span = departure.part.home.layout.chunk_range(chunk)
         if view is not None:
             (old,) = home.layout.split(chunk, view).values()
             self._join_into_old(departure, chunk, old, new)
@@ -214,7 +214,7 @@ class Landing:
         writes: list[Waitable] = []
         try:
             record = own.take(home.layout.file_nbytes(chunk))
-            if departure.holds_any(departure.part.chunk_span(chunk)):
+            if departure.holds_any(departure.part.home.layout.chunk_range(chunk)):
                 self._read(departure.part, departure.training, chunk, record)
             (old,) = home.layout.split(chunk, record).values()
             self._join_into_old(departure, chunk, old, new)
@@ -226,7 +226,7 @@ class Landing:
 
     def _join_into_old(self, departure: _Departure, chunk: int, old: torch.Tensor, new: torch.Tensor) -> None:
         """Join what arrived with what its home holds, there; what it holds of no gradient stays undefined."""
-        key, span = (id(departure.part), chunk), departure.part.chunk_span(chunk)
+        key, span = (id(departure.part), chunk), departure.part.home.layout.chunk_range(chunk)
         self._sums.pop(key, None)
         with self._recorder.working(Work.GRADIENT_ACCUMULATION, departure.part.flat.layout.name):
             if departure.is_whole(span):
@@ -236,7 +236,7 @@ class Landing:
 
     def _write(self, departure: _Departure, chunk: int, record: torch.Tensor, elements: torch.Tensor) -> Waitable:
         """Send a joined chunk home, normed if it is not yet."""
-        key, span = (id(departure.part), chunk), departure.part.chunk_span(chunk)
+        key, span = (id(departure.part), chunk), departure.part.home.layout.chunk_range(chunk)
         if key not in self._sums:
             zero_absent(departure.part, span, elements, departure.held_after)
             with self._recorder.working(Work.GRADIENT_NORM, departure.part.flat.layout.name):
@@ -267,7 +267,7 @@ class Landing:
 
     def _add(self, departure: _Departure, chunk: int, old: torch.Tensor, new: torch.Tensor, *, into_old: bool) -> None:
         """Join `new` and `old` into one of them, parameter by parameter."""
-        span = departure.part.chunk_span(chunk)
+        span = departure.part.home.layout.chunk_range(chunk)
         for index, part, held in _overlaps(departure.part, span, departure.held_before):
             source, target = (new[part], old[part]) if into_old else (old[part], new[part])
             if index in departure.arrived and held:

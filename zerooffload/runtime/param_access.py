@@ -76,6 +76,8 @@ class ParamAccess:
         with ExitStack() as stack:
             stack.callback(self._residency.release, units)
             self._residency.require(units)
+            # An edit must not be taken for what was gathered.
+            self._residency.wait_for_copies(units)
             copies = [stack.enter_context(self._copy(part)) for unit in units for part in unit.parts]
             if grads:
                 stack.enter_context(self._whole_gradients.shown(units, writeback=writeback))
@@ -100,8 +102,7 @@ class ParamAccess:
         TierIOError
             If a unit could not be updated.
         """
-        for unit in units:
-            self._updates.wait(unit)
+        self._residency.refresh(units)
 
     def read_parameter(self, residence: Residence) -> torch.Tensor:
         """A copy of a parameter's values in host memory."""
@@ -110,7 +111,7 @@ class ParamAccess:
 
     def read_gradient_piece(self, part: UnitFlat, training: TrainingStates, index: int) -> torch.Tensor:
         """A copy of this rank's piece of a parameter's gradient in host memory, 1D, as its home holds it."""
-        return self._slots.read(part, training.gradient, index)["grad"]
+        return self._slots.read(part, training.gradient, index, part.shard)["grad"]
 
     def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
         """Copies of `step`, the moments in fp32 and what a master has beyond its parameter.
@@ -212,6 +213,7 @@ class ParamAccess:
                 continue
             if part.range is not None:
                 self._slots.write(part, part.home, index, {"param": own_piece(part, index, param.detach())})
+                part.own_changed()
             else:
                 self._slots.copy_again(part.home)
             if part.training is not None:

@@ -12,7 +12,7 @@ from zerooffload.runtime.fetch import Fetch, Fetcher
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.state import ShardState
-from zerooffload.sharding.unit import Unit
+from zerooffload.sharding.unit import Unit, UnitFlat
 
 
 def choose_victims(
@@ -49,6 +49,11 @@ class Residency:
     """Moves units between home and full, within `window_nbytes` of device memory.
 
     Units whose homes the device can use are always full and take nothing from the window.
+
+    Parameters
+    ----------
+    evicts : bool
+        Whether units may have to go and come back between two updates, because the window does not hold all of them.
     """
 
     def __init__(
@@ -58,8 +63,11 @@ class Residency:
         collectives: Collectives,
         accelerator: Accelerator,
         updates: UpdateQueue,
+        *,
+        evicts: bool = True,
     ) -> None:
         self._updates = updates
+        self._evicts = evicts
         self._window_nbytes = window_nbytes
         self._fetcher = fetcher
         self._collectives = collectives
@@ -96,8 +104,28 @@ class Residency:
         for unit in wanted:
             if unit.state.current is ShardState.FETCHING:
                 self._finish(unit)
+        self.refresh(units)
+
+    def refresh(self, units: Iterable[Unit]) -> None:
+        """Let parameters that the device uses at home be those after the last update.
+
+        Raises
+        ------
+        TierIOError
+            If a unit could not be updated.
+        """
         for unit in units:
             self._updates.wait(unit)
+            for part in unit.parts:
+                if part.range is None and not part.copies_are_current:
+                    self._gather(part)
+                    part.copies_are_current = True
+                    part.show_at_home()
+
+    def wait_for_copies(self, units: Iterable[Unit]) -> None:
+        """Return when nothing reads the ranges of these units but compute."""
+        for unit in units:
+            self._fetcher.wait_for_copies(unit)
 
     def prefetch(self, upcoming: Sequence[Unit]) -> None:
         """Start fetches for what comes next, as far as the window reaches."""
@@ -184,14 +212,21 @@ class Residency:
         unit.state.to(ShardState.STAGED)
         unit.state.to(ShardState.GATHERING)
         for part in unit.moving_parts:
-            if part.range is not None:
-                self._collectives.all_gather(part.flat.layout.elements(part.range.tensor), part.flat.layout.name)
+            if not part.is_whole_at_home:
+                self._gather(part)
+                if self._evicts:
+                    self._fetcher.take_copies_home(unit, part)
         unit.state.to(ShardState.FULL)
         self._full[unit] = None
         for part in unit.moving_parts:
             part.flat.show_full()
 
+    def _gather(self, part: UnitFlat) -> None:
+        """Join what the ranks have updated."""
+        self._collectives.all_gather(part.flat.layout.elements(part.memory), part.flat.layout.name)
+
     def _evict(self, unit: Unit) -> None:
+        self._fetcher.wait_for_copies(unit)
         del self._full[unit]
         unit.state.to(ShardState.AT_HOME)
         for part in unit.moving_parts:

@@ -105,7 +105,8 @@ class Run:
         )
         resources.updates = updates
         fetcher = Fetcher(parts.accelerator, parts.transfers, resources.param_ring, parts.waits, self._updates)
-        self._residency = Residency(plan.window_nbytes, fetcher, collectives, parts.accelerator, self._updates)
+        evicts = plan.window_nbytes < plan.placement.window.most_nbytes
+        self._residency = Residency(plan.window_nbytes, fetcher, collectives, parts.accelerator, updates, evicts=evicts)
         self._tracking = Tracking(parts.accelerator)
         ahead = AheadUpdates(updates, self._landing, self._tracking.optimizers)
         self._updating = Updating(updates, ahead, policy, resources.ring, parts)
@@ -230,6 +231,9 @@ class Run:
     def _take_up(self, record: StepRecord, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         blocks = list(self._kept_blocks())
         KeptChunks(self._resources.ring, self._parts).take_up(blocks)
+        for part, _ in (flat for unit in self.units for flat in trainable(unit)):
+            part.own_changed()
+            part.show_at_home()
         flats = [training for unit in self.units for _, training in trainable(unit)]
         for training, steps in zip(flats, record.state["steps"], strict=True):
             training.steps[:] = steps
@@ -432,7 +436,7 @@ class Run:
     @property
     def moves(self) -> bool:
         """Whether values of parameters are away from the device, and so gone when the run ends."""
-        return any(unit.moving_parts for unit in self.units)
+        return any(part.can_be_away for unit in self.units for part in unit.parts)
 
     def at_close(self, action: Callable[[], None]) -> None:
         """Let `action` run when the run ends."""

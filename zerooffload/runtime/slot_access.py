@@ -42,12 +42,12 @@ class SlotAccess:
         self._updates = updates
         self.num_changed = 0
 
-    def read(self, part: UnitFlat, block: Block, index: int) -> dict[str, torch.Tensor]:
-        """The piece of a parameter's record that is this rank's: host tensors, 1D."""
-        low, high = _own_range(part, index)
+    def read(self, part: UnitFlat, block: Block, index: int, shards: range | None = None) -> dict[str, torch.Tensor]:
+        """The piece of a parameter's record that lies in some shards, or that is this rank's: host tensors, 1D."""
+        low, high = _piece(part, index, shards or part.own)
         layout = block.layout
         out = {item.name: torch.empty(item.num_items(high - low), dtype=item.dtype) for item in layout.parts}
-        for chunk, here, there in _by_chunk(part, block, low, high):
+        for chunk, here, there in _by_chunk(block, low, high):
             targets = layout.cut(out, there.start, there.stop)
             with self.record(block, chunk, update=False) as views:
                 for name, view in layout.cut(views, here.start, here.stop).items():
@@ -56,8 +56,8 @@ class SlotAccess:
 
     def write(self, part: UnitFlat, block: Block, index: int, pieces: Views) -> None:
         """Set the parts of a parameter's record that `pieces`, this rank's of them, 1D, names."""
-        low, high = _own_range(part, index)
-        for chunk, here, there in _by_chunk(part, block, low, high):
+        low, high = _piece(part, index, part.own)
+        for chunk, here, there in _by_chunk(block, low, high):
             sources = block.layout.cut(pieces, there.start, there.stop)
             with self.record(block, chunk, update=True) as views:
                 targets = block.layout.cut(views, here.start, here.stop)
@@ -96,7 +96,7 @@ class SlotAccess:
 
     def copy_again(self, block: Block) -> None:
         """What is in memory was changed there: let the copy on files, if there is one, follow."""
-        for chunk in range(block.layout.num_chunks if block.mirror is not None else 0):
+        for chunk in block.mirror.layout.chunks if block.mirror is not None else ():
             with self.record(block, chunk, update=True):
                 pass
 
@@ -115,14 +115,15 @@ class SlotAccess:
 
 def own_piece(part: UnitFlat, index: int, whole: torch.Tensor) -> torch.Tensor:
     """The piece, 1D, of something shaped like a parameter, that is this rank's."""
-    low, high = _own_range(part, index)
+    low, high = _piece(part, index, part.own)
     start = part.flat.layout.slots[index].start
     return whole.reshape(-1)[low - start : high - start]
 
 
 def join_pieces(collectives: Collectives, part: UnitFlat, index: int, piece: Views) -> dict[str, torch.Tensor]:
     """A parameter's record joined from all ranks, shaped like the parameter. Collective."""
-    pieces = collectives.gather_objects(dict(piece))
+    is_whole = len(part.own) == part.flat.layout.world_size
+    pieces = [piece] if is_whole else collectives.gather_objects(dict(piece))
     shape = part.flat.layout.slots[index].param.shape
     return {name: torch.cat([other[name] for other in pieces]).view(shape) for name in piece}
 
@@ -134,19 +135,17 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64, 1: torch.int8}[tensor.dtype.itemsize])
 
 
-def _own_range(part: UnitFlat, index: int) -> tuple[int, int]:
-    """The elements of the flat buffer that are both a parameter's and this rank's."""
-    slot, layout = part.flat.layout.slots[index], part.flat.layout
-    low = max(slot.start, part.shard_start)
-    return low, max(low, min(slot.stop, part.shard_start + layout.shard_numel))
+def _piece(part: UnitFlat, index: int, shards: range) -> tuple[int, int]:
+    """The elements of the flat buffer that are both a parameter's and of these shards."""
+    slot, shard_numel = part.flat.layout.slots[index], part.flat.layout.shard_numel
+    low = max(slot.start, shards.start * shard_numel)
+    return low, max(low, min(slot.stop, shards.stop * shard_numel))
 
 
-def _by_chunk(part: UnitFlat, block: Block, low: int, high: int) -> Iterator[tuple[int, slice, slice]]:
+def _by_chunk(block: Block, low: int, high: int) -> Iterator[tuple[int, slice, slice]]:
     """Elements `[low, high)` of the flat buffer cut by chunks: chunk, place in the chunk, place counted from `low`."""
-    if low == high:
-        return
-    chunk_numel = block.layout.chunk_numel
-    for chunk in range((low - part.shard_start) // chunk_numel, (high - 1 - part.shard_start) // chunk_numel + 1):
-        start, stop = part.chunk_span(chunk)
+    for chunk in block.layout.chunks:
+        start, stop = block.layout.chunk_range(chunk)
         first, last = max(low, start), min(high, stop)
-        yield chunk, slice(first - start, last - start), slice(first - low, last - low)
+        if first < last:
+            yield chunk, slice(first - start, last - start), slice(first - low, last - low)

@@ -145,7 +145,7 @@ def planned_manifest(plan: AnnouncedPlan, config: OffloadConfig, collectives: Co
         num_paths=len(config.nvme_paths),
         algorithm=config.algorithm,
         moments=config.moments,
-        flats=tuple(_flat_entry(flat, collectives.rank) for flat in flats),
+        flats=tuple(_flat_entry(flat) for flat in flats),
         states=tuple(_state_entry(state) for state in kept),
     )
 
@@ -153,20 +153,20 @@ def planned_manifest(plan: AnnouncedPlan, config: OffloadConfig, collectives: Co
 def with_places(manifest: Manifest, blocks: Sequence[NvmeBlock]) -> Manifest:
     """The manifest with the places of its blocks, which come in the order of its states."""
     states = (
-        replace(state, chunks=tuple((place.path, place.offsets) for place in block.places))
+        replace(state, chunks=tuple((place.path, place.offsets) for place in block.kept_places))
         for state, block in zip(manifest.states, blocks, strict=True)
     )
     return replace(manifest, states=tuple(states))
 
 
-def _flat_entry(flat: FlatPlacement, rank: int) -> FlatEntry:
+def _flat_entry(flat: FlatPlacement) -> FlatEntry:
     layout = flat.layout
     return FlatEntry(
         name=layout.name,
         dtype=dtype_name(layout.dtype),
         trainable=layout.trainable,
         numel=layout.numel,
-        shard_start=rank * layout.shard_numel,
+        shard_start=flat.own.start * layout.shard_numel,
         params=tuple(
             ParamEntry(slot.param.name, slot.param.aliases, slot.param.shape, slot.start) for slot in layout.slots
         ),
@@ -176,7 +176,8 @@ def _flat_entry(flat: FlatPlacement, rank: int) -> FlatEntry:
 def _state_entry(state: StatePlacement) -> StateEntry:
     return StateEntry(
         name=state.kept.name if state.kept is not None else "",
-        numel=state.layout.numel,
+        numel=state.layout.shard_numel,
+        num_shards=len(state.kept_layout.shards),
         chunk_numel=state.layout.chunk_numel,
         num_slots=state.kept.num_slots if state.kept is not None else 1,
         parts=tuple(PartEntry(part.name, dtype_name(part.dtype), part.block_numel) for part in state.layout.parts),

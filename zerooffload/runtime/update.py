@@ -61,9 +61,8 @@ class FlatUpdate:
         """
         part, training = self.part, self.training
         spans = make_spans(part.flat.layout.slots, self.scalars)
-        chunks = range(part.home.layout.num_chunks)
-        for chunk in reversed(chunks) if backwards else chunks:
-            start, stop = part.chunk_span(chunk)
+        for chunk in reversed(part.own_chunks) if backwards else part.own_chunks:
+            start, stop = part.home.layout.chunk_range(chunk)
             in_chunk = cut(spans, start, stop)
             if in_chunk:
                 yield ChunkUpdate(
@@ -83,6 +82,9 @@ class FlatUpdate:
         for index, scalar in enumerate(self.scalars):
             self.training.steps[index] += scalar is not None
         self.part.flat.values_changed()
+        self.part.own_changed()
+        if not self.part.copies_are_current:
+            self.part.show_at_home()
 
 
 def plan_update(units: Sequence[Unit], scalars_of: ScalarsOf) -> list[FlatUpdate]:

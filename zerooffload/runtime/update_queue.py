@@ -298,7 +298,7 @@ class UpdateQueue:
             self.has_told = True
             raise
         if part.range is None:
-            part.flat.show_full()
+            part.show_at_home()
         with self._changed:
             del self._hidden[part]
 

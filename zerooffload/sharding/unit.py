@@ -1,7 +1,14 @@
-"""A unit: the parameters that move together, and where they are."""
+"""A unit: the parameters that move together, and where they are.
+
+[Note: what a rank holds, and what it updates]
+Of each state, a rank holds its shard of every flat buffer, or all shards: that is its block's `layout.shards`. Nobody
+asks for a ZeRO stage. A rank updates the shards whose optimizer record it holds. If it holds more parameters than
+that, the others are *copies*, current until the next update: the ranks then gather them, and each takes them home.
+"""
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -21,7 +28,7 @@ class TrainingStates:
     Attributes
     ----------
     optimizer, gradient : Block
-        This rank's shard of the optimizer's record and of the gradient, at home.
+        What this rank holds of the optimizer's record and of the gradient, at home.
     steps : list[int]
         For each parameter, how often it was updated.
     held : list[bool]
@@ -55,13 +62,17 @@ class UnitFlat:
     Attributes
     ----------
     home : Block
-        This rank's shard of the parameters.
+        What this rank holds of the parameters.
     training : TrainingStates or None
         None for frozen parameters.
     range : DeviceRange or None
         Memory for the whole buffer while it is full; None where the home itself is usable by the device.
     collection : DeviceRange or None
         Memory for the whole buffer's gradients while they gather; None where their home is usable by the device.
+    rank : int
+        Whose shard is this rank's.
+    copies_are_current : bool
+        Whether parameters that the home holds and this rank does not update are those after the last update.
     """
 
     flat: Flat
@@ -70,33 +81,67 @@ class UnitFlat:
     range: DeviceRange | None
     collection: DeviceRange | None
     rank: int = 0
+    copies_are_current: bool = True
 
     @property
-    def shard_start(self) -> int:
-        """The element of the flat buffer at which this rank's shard, and so the first chunk, starts."""
-        return self.rank * self.flat.layout.shard_numel
+    def shard(self) -> builtins.range:
+        """The shard that is this rank's."""
+        return range(self.rank, self.rank + 1)
 
-    def chunk_span(self, chunk: int) -> tuple[int, int]:
-        """The elements of the flat buffer that lie in a chunk of this rank's shard."""
-        start, stop = self.home.layout.chunk_range(chunk)
-        return self.shard_start + start, self.shard_start + stop
+    @property
+    def own(self) -> builtins.range:
+        """The shards that this rank updates; of frozen parameters, those that it holds."""
+        return (self.home if self.training is None else self.training.optimizer).layout.shards
 
-    def shard_of(self, memory: torch.Tensor) -> torch.Tensor:
-        """The part of memory for the whole buffer, uint8 1D, that is this rank's."""
-        start = self.rank * self.flat.layout.shard_nbytes
-        return (
-            memory[start:]
-            if self.flat.layout.world_size == 1
-            else memory[start : start + self.flat.layout.shard_nbytes]
-        )
+    @property
+    def own_chunks(self) -> builtins.range:
+        """The chunks of these shards."""
+        return self.home.layout.chunks_of(self.own)
 
-    def show_at_home(self) -> None:
-        """Let the parameters show what they are when nothing moves: values if the home can be used, else nothing."""
+    @property
+    def current_chunks(self) -> builtins.range:
+        """The chunks of the parameters that are at home as they are after the last update."""
+        return self.home.layout.chunks if self.copies_are_current else self.own_chunks
+
+    @property
+    def copied_chunks(self) -> list[int]:
+        """The chunks that the home holds and this rank does not update."""
+        return [chunk for chunk in self.home.layout.chunks if chunk not in self.own_chunks]
+
+    @property
+    def is_whole_at_home(self) -> bool:
+        """Whether the home holds all parameters, as they are after the last update."""
+        return len(self.home.layout.shards) == self.flat.layout.world_size and self.copies_are_current
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The memory for the whole buffer that the device uses, uint8 1D: the range, or the home itself."""
         memory = self.home.whole(Space.DEVICE) if self.range is None else self.range.tensor
         if memory is None:
             raise InternalError(f"{self.flat.layout.name} has neither a usable home nor a range")
-        self.flat.bind(memory)
-        if self.range is None:
+        return memory
+
+    def place_of(self, chunk: int, memory: torch.Tensor) -> torch.Tensor:
+        """Where a chunk of the parameters lies in memory for the whole buffer, uint8 1D, in whole blocks of a file."""
+        start = self.home.layout.chunk_range(chunk)[0] * self.flat.layout.dtype.itemsize
+        return memory[start : start + self.home.layout.file_nbytes(chunk)]
+
+    @property
+    def can_be_away(self) -> bool:
+        """Whether there are times at which the device cannot use the parameters."""
+        return self.range is not None or self.own != self.home.layout.shards
+
+    def own_changed(self) -> None:
+        """What the ranks update is new at home; copies, if the home holds any, are what it was before."""
+        self.copies_are_current = self.own == self.home.layout.shards
+
+    def bind(self) -> None:
+        """Let the parameters show the memory for the whole buffer from now on, while they are full."""
+        self.flat.bind(self.memory)
+
+    def show_at_home(self) -> None:
+        """Let the parameters show what they are when nothing moves: values if the home can be used, else nothing."""
+        if self.range is None and self.copies_are_current:
             self.flat.show_full()
         else:
             self.flat.show_away()

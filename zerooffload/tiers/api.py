@@ -15,7 +15,7 @@ until `take_ahead`. So an update can be made before it is known whether it is th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
 
@@ -36,14 +36,25 @@ class Space(Enum):
 
 @dataclass(frozen=True)
 class Kept:
-    """That a block's contents outlive the run where its home can: by which name, and in how many slots a chunk."""
+    """That a block's contents outlive the run where its home can: by which name, and in how many slots a chunk.
+
+    Attributes
+    ----------
+    shards : range or None
+        Which of the block's shards do; None for all. The others have one slot.
+    """
 
     name: str
     num_slots: int
+    shards: range | None = None
+
+    def part_of(self, layout: RecordLayout) -> RecordLayout:
+        """The records of a block of that layout that outlive the run."""
+        return layout if self.shards is None else replace(layout, shards=self.shards)
 
 
 class Block(Protocol):
-    """The records of one shard in their home.
+    """The records of a flat buffer's shards, one or more, in their home.
 
     Attributes
     ----------

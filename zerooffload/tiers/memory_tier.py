@@ -41,7 +41,7 @@ class MemoryBlock:
         self.needs_device = Space.HOST not in spaces
         self.num_places = len(places)
         self._places = list(places)
-        self._current = [0] * layout.num_chunks
+        self._current = dict.fromkeys(layout.chunks, 0)
         self._spaces = spaces
         self._transfers = transfers
 

@@ -1,4 +1,4 @@
-"""How the states of a shard lie in chunks. Pure.
+"""How the states of shards lie in chunks. Pure.
 
 [Note: chunks and records]
 A shard of `numel` elements is cut into chunks of `chunk_numel`, so that staging never depends on the largest parameter.
@@ -6,6 +6,10 @@ Of each chunk, one *record* holds all parts that are read and written together, 
 is `remainder | exp_avg | exp_avg_sq`, a parameter's or gradient's is that alone. Parts start on 64 bytes. On a file a
 record is padded to 4096 bytes, which direct I/O needs; a full chunk of one part needs no padding, so the records of a
 one-part layout lie back to back and form one flat array.
+
+[Note: chunks have the same number everywhere]
+Chunks are numbered over all shards of a flat buffer, whichever of them a block holds: chunk 7 of the parameters, of the
+optimizer's record and of the gradient are the same elements, on every rank.
 """
 
 from __future__ import annotations
@@ -53,30 +57,49 @@ class Part:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """The records of one shard.
+    """The records of some of a flat buffer's shards; see [Note: chunks have the same number everywhere].
 
     Attributes
     ----------
     parts : tuple[Part, ...]
-    numel : int
-        Elements of the shard.
+    shard_numel : int
+        Elements of a shard.
     chunk_numel : int
-        Elements of a chunk, a multiple of `CHUNK_ALIGNMENT_NUMEL`; the last chunk may be shorter.
+        Elements of a chunk, a multiple of `CHUNK_ALIGNMENT_NUMEL`; the last chunk of a shard may be shorter.
+    shards : range
+        Which shards, one after the other.
     """
 
     parts: tuple[Part, ...]
-    numel: int
+    shard_numel: int
     chunk_numel: int
+    shards: range = range(1)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the shards."""
+        return len(self.shards) * self.shard_numel
 
     @cached_property
+    def chunks(self) -> range:
+        """The numbers of the chunks; none for empty shards."""
+        return self.chunks_of(self.shards)
+
+    @property
     def num_chunks(self) -> int:
-        """Chunks of the shard; 0 for an empty one."""
-        return -(-self.numel // self.chunk_numel)
+        """How many."""
+        return len(self.chunks)
+
+    def chunks_of(self, shards: range) -> range:
+        """The numbers of the chunks of these shards."""
+        return range(shards.start * self._chunks_per_shard, shards.stop * self._chunks_per_shard)
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
-        """First element of the chunk, and the one behind its last."""
-        start = chunk * self.chunk_numel
-        return start, min(start + self.chunk_numel, self.numel)
+        """First element of the chunk in the flat buffer, and the one behind its last."""
+        shard, number = divmod(chunk, self._chunks_per_shard)
+        start = number * self.chunk_numel
+        stop = min(start + self.chunk_numel, self.shard_numel)
+        return shard * self.shard_numel + start, shard * self.shard_numel + stop
 
     def record_nbytes(self, chunk: int) -> int:
         """Bytes of a record in memory."""
@@ -87,19 +110,26 @@ class RecordLayout:
         """Bytes of a record on a file, and in the buffer of its transfer."""
         return round_up(self.record_nbytes(chunk), FILE_ALIGNMENT_BYTES)
 
+    @property
+    def largest_file_nbytes(self) -> int:
+        """Bytes of the longest record on a file; 0 if there is none."""
+        return self.file_nbytes(self.chunks.start) if self.chunks else 0
+
     @cached_property
     def memory_nbytes(self) -> int:
         """Bytes of all records in memory."""
-        return sum(self.record_nbytes(chunk) for chunk in range(self.num_chunks))
+        return len(self.shards) * self._shard_memory_nbytes
 
     @cached_property
     def total_file_nbytes(self) -> int:
         """Bytes of all records on a file."""
-        return sum(self.file_nbytes(chunk) for chunk in range(self.num_chunks))
+        return sum(self.file_nbytes(chunk) for chunk in self.chunks)
 
     def record_offset(self, chunk: int) -> int:
-        """Where a record starts in memory, in bytes: all before it are full chunks."""
-        return chunk * self.record_nbytes(0)
+        """Where a record starts in memory, in bytes: all before it in its shard are full chunks."""
+        shard, number = divmod(chunk, self._chunks_per_shard)
+        before = (shard - self.shards.start) * self._shard_memory_nbytes
+        return before + number * self.record_nbytes(shard * self._chunks_per_shard)
 
     def split(self, chunk: int, record: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts of a record: 1D views `[items of the chunk]` of `record`, a uint8 tensor `[>= record_nbytes]`."""
@@ -118,6 +148,14 @@ class RecordLayout:
             for part in self.parts
             if part.name in views
         }
+
+    @cached_property
+    def _chunks_per_shard(self) -> int:
+        return -(-self.shard_numel // self.chunk_numel)
+
+    @cached_property
+    def _shard_memory_nbytes(self) -> int:
+        return sum(self.record_nbytes(chunk) for chunk in range(self._chunks_per_shard))
 
 
 def _part_nbytes(part: Part, numel: int) -> int:

@@ -42,9 +42,7 @@ class Home:
     """Of one record on a file."""
 
     name = "home"
-    layout = SimpleNamespace(
-        num_chunks=1, record_offset=lambda _: 0, file_nbytes=lambda _: 8, record_nbytes=lambda _: 8
-    )
+    layout = SimpleNamespace(chunks=range(1), file_nbytes=lambda _: 8, record_nbytes=lambda _: 8)
 
     def __init__(self) -> None:
         self.num_reads = self.num_writes = 0
@@ -85,7 +83,7 @@ class Ring:
 
 def far_unit() -> Any:
     memory = SimpleNamespace(tensor=torch.zeros(8, dtype=torch.uint8), fill=lambda: None)
-    part = SimpleNamespace(home=Home(), range=memory, shard_of=lambda tensor: tensor)
+    part = SimpleNamespace(home=Home(), range=memory, current_chunks=range(1), place_of=lambda _, tensor: tensor)
     return SimpleNamespace(moving_parts=[part], parts=[part])
 
 

@@ -55,6 +55,8 @@ class FakeFlat:
 class FakePart:
     range: FakeRange | None
     flat: FakeFlat
+    is_whole_at_home: bool = True
+    copies_are_current: bool = True
 
 
 def make_unit(name: str, nbytes: int) -> Any:
@@ -89,6 +91,9 @@ class FakeFetcher:
             raise TierIOError("read", "/disk", 5)
 
     def advance(self) -> None:
+        pass
+
+    def wait_for_copies(self, unit: Unit) -> None:
         pass
 
 

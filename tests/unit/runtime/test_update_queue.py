@@ -81,6 +81,9 @@ class Part:
         self.flat = Flat(self.log)
         self.range = None if self.is_full_at_home else object()
 
+    def show_at_home(self) -> None:
+        self.flat.show_full()
+
 
 @dataclass(frozen=True)
 class Chunk:
