@@ -20,7 +20,7 @@ from zerooffload.runtime.build import Environment, build_run, environment
 from zerooffload.runtime.ordinary_calls import make_ordinary_calls_right
 from zerooffload.runtime.param_access import units_of
 from zerooffload.runtime.run import Run
-from zerooffload.sharding.collectives import Collectives, GroupCollectives, SingleRank
+from zerooffload.sharding.collectives import Collectives, GroupCollectives, ReplicatedCollectives, SingleRank
 from zerooffload.sharding.registry import residence_of
 from zerooffload.telemetry import Listener, StepReport, TraceFile
 
@@ -38,9 +38,10 @@ def offload(
         Without gradients. Parameters may be on the meta device: they are initialised unit by unit.
     config : OffloadConfig, optional
         Default: every state on host.
-    process_group : ProcessGroup or 1D DeviceMesh, optional
-        The ranks that share the model; default: all. Each keeps 1/N of every state, and gradients are averaged over
-        these ranks.
+    process_group : ProcessGroup or DeviceMesh, optional
+        The ranks that train the model; default: all. Gradients are averaged over these ranks, and each keeps 1/N of
+        every state that the stage shards. Of a 2D mesh, the ranks along the second dimension share a replica of the
+        model, and each keeps 1/N of its states, N being that dimension's length; the first dimension counts replicas.
 
     Returns
     -------
@@ -304,7 +305,7 @@ def _collectives(ranks: dist.ProcessGroup | DeviceMesh | None) -> Collectives:
         )
     if isinstance(ranks, DeviceMesh):
         if ranks.ndim > 1:
-            raise ConfigError(f"{ranks} has {ranks.ndim} dimensions: hand in the one that shares the model, mesh[name]")
+            return _replicated(ranks)
         ranks = ranks.get_group()
     group = ranks if ranks is not None else dist.group.WORLD
     if group is None or dist.get_rank(group) < 0:
@@ -312,6 +313,27 @@ def _collectives(ranks: dist.ProcessGroup | DeviceMesh | None) -> Collectives:
     if dist.get_world_size(group) == 1:
         return SingleRank(dist.get_rank())
     return GroupCollectives(group)
+
+
+def _replicated(mesh: DeviceMesh) -> Collectives:
+    """Of a mesh of replicas and shards."""
+    if mesh.ndim > 2:
+        raise ConfigError(f"{mesh} has {mesh.ndim} dimensions: hand in the two of replicas and shards, mesh[names]")
+    if mesh.get_coordinate() is None:
+        raise ConfigError(f"rank {dist.get_rank()} is not in {mesh}: call zo.offload on its members alone")
+    num_replicas, num_shards = mesh.shape
+    if num_shards == 1:
+        raise ConfigError(
+            f"{mesh} shares a replica among 1 rank, so nothing is sharded: hand in its other dimension, and set"
+            " OffloadConfig(stage=0)"
+        )
+    sharing = mesh.get_group(1)
+    if num_replicas == 1:
+        return GroupCollectives(sharing)
+    everyone = dist.new_group(sorted(mesh.mesh.flatten().tolist()), use_local_synchronization=True)
+    return ReplicatedCollectives(
+        GroupCollectives(everyone), GroupCollectives(sharing), GroupCollectives(mesh.get_group(0))
+    )
 
 
 __all__ = ["clip_grad_norm_", "close", "full_params", "no_sync", "offload", "resume", "step_report", "trace", "track"]

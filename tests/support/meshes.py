@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
+from support.rank_stages import Case
 from support.rank_training import even_shares, train
 from support.small_models import small_gpt2
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,14 +26,23 @@ def train_in_groups(rank: int, world_size: int, folder: str, as_mesh: bool) -> d
     return result
 
 
-def refused(rank: int, world_size: int) -> tuple[str, str]:
-    """What is said to a whole mesh, and to a rank that is not in the group."""
-    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+def train_replicated(
+    rank: int, world_size: int, folder: str, num_replicas: int, cases: Sequence[Case]
+) -> list[dict[str, Any]]:
+    """Over a mesh of replicas and shards; by stage and homes."""
+    mesh = init_device_mesh("cpu", (num_replicas, world_size // num_replicas), mesh_dim_names=("replicate", "shard"))
+    share = even_shares(world_size)[rank]
+    return [train(share, folder, homes, process_group=mesh, stage=stage) for stage, homes in cases]
+
+
+def refused(rank: int, world_size: int) -> tuple[str, str, str]:
+    """What is said to a mesh of three dimensions, to one that shards nothing, and to a rank outside of the group."""
+    cube = init_device_mesh("cpu", (1, 2, world_size // 2))
+    column = init_device_mesh("cpu", (world_size, 1))
     # Every rank takes part in making it.
     group = dist.new_group([0, 1])
-    whole = _error(mesh)
     outside = _error(group) if rank > 1 else ""
-    return whole, outside
+    return _error(cube), _error(column), outside
 
 
 def _error(process_group: Any) -> str:

@@ -19,6 +19,8 @@ from zerooffload.optim.record import OptimizerStates
 class EmulatedRanks:
     """One model that is trained as `world_size` ranks train it with the package.
 
+    They hold `num_replicas` replicas, each sharded over as many ranks: the sums of these are added up.
+
     In each micro-step every rank's loss has a backward of its own. The flat buffers of its gradients are added in the
     order in which gloo adds them, and divided by the number of ranks once, in the dtype of the model. Micro-steps add
     up in fp32. The norm adds exact sums of squares over each rank's shard, in rank order.
@@ -27,14 +29,21 @@ class EmulatedRanks:
     """
 
     def __init__(
-        self, model: nn.Module, world_size: int, *, compute_dtype: str | None = None, **options: object
+        self,
+        model: nn.Module,
+        world_size: int,
+        *,
+        compute_dtype: str | None = None,
+        num_replicas: int = 1,
+        **options: object,
     ) -> None:
         self.model = model
         self.world_size = world_size
+        self.num_shards = world_size // num_replicas
         settings = {"sums_in_fp32": compute_dtype is not None, **options}
         self.optimizer = ReferenceOptimizer(model.parameters(), OptimizerStates(), **settings)
         self.optimizer.take_over(model, compute_dtype, [])
-        self._layouts = list(flat_layouts(model, world_size=world_size))
+        self._layouts = list(flat_layouts(model, world_size=self.num_shards))
         self._params = dict(model.named_parameters(remove_duplicate=False))
         self._means: list[torch.Tensor | None] = [None] * len(self._layouts)
         self._held: set[str] = set()
@@ -58,8 +67,13 @@ class EmulatedRanks:
                 of_ranks.append(flat)
             self.model.zero_grad()
         for position, of_ranks in enumerate(flats):
-            total = torch.cat([ring_sum(of_ranks, rank) for rank in range(self.world_size)])
-            mean = total.div_(self.world_size).float()
+            first, *others = (
+                torch.cat(
+                    [ring_sum(of_ranks[start : start + self.num_shards], rank) for rank in range(self.num_shards)]
+                )
+                for start in range(0, self.world_size, self.num_shards)
+            )
+            mean = sum(others, start=first).div_(self.world_size).float()
             earlier = self._means[position]
             self._means[position] = mean if earlier is None else earlier + mean
         self._held |= arrived
@@ -76,11 +90,11 @@ class EmulatedRanks:
     def norm(self) -> float:
         """Of the mean, in double."""
         parts = []
-        for rank in range(self.world_size):
+        for rank in range(self.num_shards):
             sums: list[float] = []
             for mean in self._means:
                 if mean is not None:
-                    sums += reference.square_sums(mean.chunk(self.world_size)[rank]).tolist()
+                    sums += reference.square_sums(mean.chunk(self.num_shards)[rank]).tolist()
             parts.append(math.fsum(sums))
         return math.sqrt(sum(parts))
 

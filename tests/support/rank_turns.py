@@ -175,6 +175,10 @@ class TurnCollectives:
         """See `Collectives`."""
         return [pickle.loads(given) for given in self._meet("exchange of values", pickle.dumps(value))]  # noqa: S301
 
+    def gather_of_shards(self, value: T) -> list[T]:
+        """Every rank has one."""
+        return self.gather_objects(value)
+
     def agreement(self) -> StepAgreement:
         """See `Collectives`."""
         return _TurnAgreement(self._turns, self.rank, self._hear)

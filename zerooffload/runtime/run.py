@@ -456,7 +456,7 @@ class Run:
         self._gradients.settle()
         with self._parts.recorder.working(Work.GRADIENT_NORM, "of the model"):
             mine = norm_sum(chosen, norm_type, self._landing.square_sums, self._read_gradient)
-            return chosen, total_norm(self._collectives.gather_objects(mine), norm_type)
+            return chosen, total_norm(self._collectives.gather_of_shards(mine), norm_type)
 
     def _read_gradient(self, part: UnitFlat, training: TrainingStates, index: int) -> torch.Tensor:
         self._gradients.drain()

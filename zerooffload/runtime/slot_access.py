@@ -123,7 +123,7 @@ def own_piece(part: UnitFlat, index: int, whole: torch.Tensor) -> torch.Tensor:
 def join_pieces(collectives: Collectives, part: UnitFlat, index: int, piece: Views) -> dict[str, torch.Tensor]:
     """A parameter's record joined from all ranks, shaped like the parameter. Collective."""
     is_whole = len(part.own) == part.flat.layout.world_size
-    pieces = [piece] if is_whole else collectives.gather_objects(dict(piece))
+    pieces = [piece] if is_whole else collectives.gather_of_shards(dict(piece))
     shape = part.flat.layout.slots[index].param.shape
     return {name: torch.cat([other[name] for other in pieces]).view(shape) for name in piece}
 

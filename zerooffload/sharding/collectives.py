@@ -35,7 +35,7 @@ class Collectives(Protocol):
     Attributes
     ----------
     world_size, rank : int
-        Of the group that shares the model.
+        Of the group whose ranks have a shard each. Other such groups may hold replicas of the model.
     global_rank : int
         In the whole job, where several groups may train at once: names files and is named in errors.
     """
@@ -48,10 +48,13 @@ class Collectives(Protocol):
         """Fill `full` `[world_size * shard_numel]`, where this rank's shard is already in its place; `name`'s."""
 
     def reduce_scatter(self, full: torch.Tensor, name: str) -> torch.Tensor:
-        """The mean over the ranks of this rank's shard of `full`, as a view `[shard_numel]` of it; `name`'s."""
+        """The mean over all ranks of this rank's shard of `full`, as a view `[shard_numel]` of it; `name`'s."""
 
     def gather_objects(self, value: T) -> list[T]:
         """The small values of all ranks, in rank order."""
+
+    def gather_of_shards(self, value: T) -> list[T]:
+        """The small values of the ranks that have a shard each, in the order of the shards."""
 
     def agreement(self) -> StepAgreement:
         """A way of its own for a thread to learn what the least of all ranks' numbers is; every rank makes it."""
@@ -118,6 +121,10 @@ class SingleRank:
         """The one."""
         return [value]
 
+    def gather_of_shards(self, value: T) -> list[T]:
+        """The one."""
+        return [value]
+
     def agreement(self) -> StepAgreement:
         """With nobody."""
         return _AloneAgreement()
@@ -162,18 +169,34 @@ class GroupCollectives:
 
     def reduce_scatter(self, full: torch.Tensor, name: str) -> torch.Tensor:
         """See `Collectives`. The sum is divided once, in the buffer's dtype."""
+        return self.sum_of_shard(full, name).div_(self.world_size)
+
+    def sum_of_shard(self, full: torch.Tensor, name: str) -> torch.Tensor:
+        """The sum over the ranks of this rank's shard of `full`, as a view `[shard_numel]` of it; `name`'s."""
         shard = full.chunk(self.world_size)[self.rank]
         moved_bytes = full.nbytes - shard.nbytes
         with self._recorder.on_stream(Lane.REDUCE, None, name, moved_bytes):
             self._do(f"reduce-scatter of {name}", lambda: _reduce_scatter_single(shard, full, group=self._group))
         self._recorder.moved(Link.REDUCED, moved_bytes)
-        return shard.div_(self.world_size)
+        return shard
+
+    def add_up(self, buffer: torch.Tensor, name: str) -> None:
+        """Let `buffer` be the sum over the ranks, the same bits on each; `name`'s."""
+        # A reduce-scatter and an all-gather, each of the others' parts.
+        moved_bytes = 2 * buffer.nbytes * (self.world_size - 1) // self.world_size
+        with self._recorder.on_stream(Lane.REDUCE, None, name, moved_bytes):
+            self._do(f"all-reduce of {name}", lambda: dist.all_reduce(buffer, group=self._group))
+        self._recorder.moved(Link.REDUCED, moved_bytes)
 
     def gather_objects(self, value: T) -> list[T]:
         """See `Collectives`."""
         values: list[Any] = [None] * self.world_size
         self._do("exchange of values", lambda: dist.all_gather_object(values, value, group=self._cpu_group))
         return values
+
+    def gather_of_shards(self, value: T) -> list[T]:
+        """All ranks have a shard each."""
+        return self.gather_objects(value)
 
     def agreement(self) -> StepAgreement:
         """See `Collectives`."""
@@ -221,6 +244,56 @@ class GroupCollectives:
             time.sleep(0.05)
         others = sorted({name for name, _ in self._members if name != host})
         return f"a rank does not answer; none of this host's is gone{f', see {others}' if others else ''}"
+
+
+class ReplicatedCollectives:
+    """Of ranks in groups that hold a replica of the model each, sharded inside: hybrid sharding.
+
+    Parameters
+    ----------
+    everyone, sharing, replicas : GroupCollectives
+        Of all ranks, of those that share this rank's replica, and of those that have the same shard as this one.
+
+    Raises
+    ------
+    RankError
+        From every method, if another rank is gone, or does something else at this moment.
+    """
+
+    def __init__(self, everyone: GroupCollectives, sharing: GroupCollectives, replicas: GroupCollectives) -> None:
+        self._everyone = everyone
+        self._sharing = sharing
+        self._replicas = replicas
+        self.world_size = sharing.world_size
+        self.rank = sharing.rank
+        self.global_rank = everyone.global_rank
+
+    def all_gather(self, full: torch.Tensor, name: str) -> None:
+        """From the ranks that share the replica."""
+        self._sharing.all_gather(full, name)
+
+    def reduce_scatter(self, full: torch.Tensor, name: str) -> torch.Tensor:
+        """See `Collectives`. First inside a replica, then over the replicas; the sum is divided once."""
+        shard = self._sharing.sum_of_shard(full, name)
+        self._replicas.add_up(shard, name)
+        return shard.div_(self._everyone.world_size)
+
+    def gather_objects(self, value: T) -> list[T]:
+        """See `Collectives`."""
+        return self._everyone.gather_objects(value)
+
+    def gather_of_shards(self, value: T) -> list[T]:
+        """See `Collectives`."""
+        return self._sharing.gather_objects(value)
+
+    def agreement(self) -> StepAgreement:
+        """With all ranks."""
+        return self._everyone.agreement()
+
+    def report_to(self, recorder: Recorder) -> None:
+        """See `Collectives`."""
+        for group in (self._sharing, self._replicas):
+            group.report_to(recorder)
 
 
 def agree(collectives: Collectives, work: Callable[[], T], what: str) -> T:
