@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.environments import Homes
 from support.rank_training import (
     NUM_MICRO_STEPS,
     OPTIONS,
@@ -17,17 +19,31 @@ from support.rank_training import (
 )
 from support.small_models import small_gpt2
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zerooffload as zo
 
 NUM_STEPS = 4
-HOMES = ("nvme", "nvme", "host")
 
 
-def train_damage_resume(rank: int, world_size: int, folder: str, damage: str, damaged_rank: int) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Setup:
+    """How the run is offloaded, at first and when it is resumed."""
+
+    homes: Homes = ("nvme", "nvme", "host")
+    stages: tuple[int, int] = (3, 3)
+    durable: bool = False
+    num_replicas: int = 1
+
+
+def train_damage_resume(  # noqa: PLR0917 - arguments of ranks have places
+    rank: int, world_size: int, folder: str, damage: str, damaged_rank: int, setup: Setup
+) -> dict[str, Any]:
     """A few steps, damage to one rank's newest record, and the same steps again from where `zo.resume` begins."""
+    mesh = init_device_mesh("cpu", (setup.num_replicas, world_size // setup.num_replicas))
+    ranks = mesh if setup.num_replicas > 1 else None
     moments, losses = [], []
-    model, optimizer, scheduler = _begin(folder)
+    model, optimizer, scheduler = _begin(folder, setup, setup.stages[0], ranks)
     assert zo.resume(model, optimizer) == 0
     for step in range(NUM_STEPS):
         losses.append(_step(model, optimizer, scheduler, step, even_shares(world_size)[rank]))
@@ -37,7 +53,7 @@ def train_damage_resume(rank: int, world_size: int, folder: str, damage: str, da
     if rank == damaged_rank:
         _damage(Path(folder) / "zerooffload" / f"rank-{rank:05d}" / f"record-{NUM_STEPS % 2}.bin", damage)
     dist.barrier()
-    model, optimizer, scheduler = _begin(folder)
+    model, optimizer, scheduler = _begin(folder, setup, setup.stages[1], ranks)
     resumed = zo.resume(model, optimizer)
     _check_same(_moment(model, optimizer), moments[resumed - 1])
     for step in range(resumed, NUM_STEPS):
@@ -45,16 +61,31 @@ def train_damage_resume(rank: int, world_size: int, folder: str, damage: str, da
         _check_same(_moment(model, optimizer), moments[step])
     zo.close(model)
     dist.barrier()
-    model, optimizer, _ = _begin(folder)
+    model, optimizer, _ = _begin(folder, setup, setup.stages[1], ranks)
     again = zo.resume(model, optimizer)
     _check_same(_moment(model, optimizer), moments[again - 1])
     zo.close(model)
     return {"resumed": resumed, "again": again}
 
 
-def _begin(folder: str) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+def refused_to_resume(rank: int, world_size: int, folder: str, setup: Setup) -> str:
+    """What is said to a run of another stage in the same folder."""
+    model, optimizer, scheduler = _begin(folder, setup, setup.stages[0], None)
+    assert zo.resume(model, optimizer) == 0
+    _step(model, optimizer, scheduler, 0, even_shares(world_size)[rank])
+    zo.close(model)
+    dist.barrier()
+    try:
+        _begin(folder, setup, setup.stages[1], None)
+    except zo.ConfigError as error:
+        return str(error)
+    return "accepted"
+
+
+def _begin(folder: str, setup: Setup, stage: int, ranks: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     model = small_gpt2()
-    zo.offload(model, offload_config(folder, HOMES, overwrite=False))
+    config = offload_config(folder, setup.homes, stage=stage, durable=setup.durable, overwrite=False)
+    zo.offload(model, config, process_group=ranks)
     optimizer = zo.AdamW(model.parameters(), **OPTIONS)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     zo.track(model, scheduler=scheduler)

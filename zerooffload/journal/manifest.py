@@ -108,6 +108,8 @@ class Manifest:
 
 
 _ADAPTER = TypeAdapter(Manifest)
+_BY_STAGE = ("shard_start", "num_shards")
+"""What depends on the stage alone where ranks are the same."""
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -152,7 +154,8 @@ def first_difference(kept: Manifest, now: Manifest) -> str:
         for entry, new in zip(before, after, strict=False):
             if entry != new:
                 changed = next(key for key in asdict(entry) if getattr(entry, key) != getattr(new, key))
-                return f"{changed} of {entry.name} is not what it was"
+                why = ": the stage was another one" if changed in _BY_STAGE else ""
+                return f"{changed} of {entry.name} is not what it was{why}"
         if len(before) != len(after):
             return f"there were {len(before)} {kind}, now there are {len(after)}"
     return ""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zerooffload import ConfigError
-from zerooffload.config import TierName
+from zerooffload.config import Stage, TierName
 from zerooffload.optim.record import OptimizerStates
 from zerooffload.planner.placement import (
     CHUNK_NUMEL,
@@ -22,7 +22,9 @@ from zerooffload.planner.placement import (
     UnitLayout,
     home_tier,
     place,
+    with_second_places,
 )
+from zerooffload.planner.stages import sharding_of
 from zerooffload.sharding.layout import ParamSpec, lay_out
 
 TIERS = ["device", "host", "nvme"]
@@ -204,3 +206,28 @@ def test_parameters_that_cannot_be_trained_are_refused(cpu: Reach) -> None:
         place(
             [UnitLayout("(root)", (layout,), ("(root)",))], TierChoices("auto", "auto", "auto"), cpu, OptimizerStates()
         )
+
+
+@pytest.mark.parametrize(("stage", "shards"), [(0, (4, 4, 4)), (1, (4, 4, 1)), (2, (4, 1, 1)), (3, (1, 1, 1))])
+def test_a_stage_says_how_many_shards_of_each_state_a_rank_holds(
+    stage: Stage, shards: tuple[int, int, int], cpu: Reach, gpu: Reach
+) -> None:
+    trained, frozen = (
+        lay_out("x", [ParamSpec("w", (9_000,))], dtype=torch.float32, trainable=trainable, world_size=4)
+        for trainable in (True, False)
+    )
+    units = [UnitLayout("(root)", (trained, frozen), ("(root)",))]
+    sharding = sharding_of(stage, rank=2)
+    for reach in (cpu, gpu):
+        placement = place(units, TierChoices("host", "host", "host"), reach, OptimizerStates(), sharding=sharding)
+        (unit,) = with_second_places(placement).units
+        flat, of_frozen = unit.flats
+        held = [state.layout.shards for state in (flat.param, flat.gradient, flat.optimizer) if state is not None]
+        assert tuple(map(len, held)) == shards
+        assert all(2 in of_state for of_state in held)
+        assert len(of_frozen.param.layout.shards) == shards[0]
+        # What is whole where the device computes stays there; gradients are reduced first.
+        assert flat.moves == (reach is gpu or stage == 3)
+        assert flat.collects
+        # Updates go ahead only where a rank updates all that it holds.
+        assert flat.param.num_places == (2 if reach is gpu and shards[0] == shards[2] else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -219,4 +220,27 @@ def test_a_record_in_one_place_is_not_written_ahead(
     for block in blocks:
         assert block.num_places == 1
         assert not block.may_write_ahead(0)
+    tier.close()
+
+
+def test_of_a_block_of_several_shards_one_is_kept(
+    tmp_path: Path, recorder: CountingRecorder, layout: RecordLayout
+) -> None:
+    whole = replace(layout, shards=range(3))
+    kept = Kept("p", 2, range(1, 2))
+    tier = open_tier(tmp_path, recorder)
+    block = tier.allocate(whole, "parameters", kept)
+    assert tier.budget.leased_bytes == 4 * layout.total_file_nbytes == tier.block_nbytes(whole, kept)
+    tier.reserve()
+    assert (block.kept_chunks, len(block.kept_places), len(tier.slots)) == (range(3, 6), 3, 3)
+    for chunk in whole.chunks:
+        block.initialize(chunk, filled(whole, chunk, chunk)).wait()
+    tier.slots.commit(tier.slots.state())
+    for chunk in whole.chunks:
+        block.write(chunk, filled(whole, chunk, 10 + chunk)).wait()
+    assert [first_byte(block, chunk, checked=True) for chunk in whole.chunks] == [10 + chunk for chunk in whole.chunks]
+    content = (tmp_path / STATES).read_bytes()
+    assert len(content) == 2 * layout.total_file_nbytes
+    in_slots = [[content[offset] for offset in place.offsets] for place in block.kept_places]
+    assert in_slots == [[chunk, 10 + chunk] for chunk in block.kept_chunks]
     tier.close()
