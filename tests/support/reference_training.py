@@ -210,10 +210,12 @@ def _train(
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
-        before = [param.detach().clone() for param in model.parameters()]
-        outcome.losses += recipe.between(model, step)
         if isinstance(optimizer, ReferenceOptimizer):
+            before = [param.detach().clone() for param in model.parameters()]
+            outcome.losses += recipe.between(model, step)
             optimizer.values_changed_by_hand(model.parameters(), before)
+        else:
+            outcome.losses += recipe.between(model, step)
     return outcome
 
 

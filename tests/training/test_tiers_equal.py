@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from support.environments import COMBINATIONS, TIERS, Homes, least_memory
 from support.folders import leftovers
 from support.reference_training import Outcome, Recipe, differences, offload_prepared, train_offloaded
@@ -70,12 +71,18 @@ def test_what_is_away_reads_as_nan(nvme: Path) -> None:
     optimizer = zo.AdamW(model.parameters())
     for step in range(2):
         loss = recipe.loss(model, batch(step, 0))
-        away = [param for param in model.parameters() if bool(param.isnan().all())]
+        away = [param for param in model.parameters() if shows_nan(param)]
         assert 0 < len(away) < len(list(model.parameters()))
         loss.backward()
         optimizer.step()
-        assert all(bool(param.isnan().all()) for param in model.parameters())
+        assert all(map(shows_nan, model.parameters()))
     zo.close(model)
+
+
+def shows_nan(param: torch.Tensor) -> bool:
+    """Asked as those ask who are not told that nobody uses the parameter: autograd, and code in C++."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return bool(param.isnan().all())
 
 
 def test_mixed_homes(nvme: Path, plain: Callable[[Recipe], Outcome]) -> None:

@@ -87,6 +87,7 @@ class GradientPath:
         self._free_nbytes = window_nbytes
         self._collectives = collectives
         self._units = units
+        self._flats = [flat for unit in units for flat in trainable(unit)]
         self._order = ReductionOrder(units) if collectives.world_size > 1 else None
         self._held_before: dict[int, list[bool]] = {}
         self._arrived: dict[int, set[int]] = {}
@@ -95,23 +96,15 @@ class GradientPath:
         self._recorder = parts.recorder
         self._open: dict[int, _Collection] = {}
         self._leaving: deque[_Collection] = deque()
-        self._begun: dict[Unit, None] = {}
+        self._is_begun = False
         self._lost: list[nn.Parameter] = []
         self._loss: BaseException | None = None
         self._has_told_of_rounding = False
 
-    def begin(self, unit: Unit) -> None:
-        """Backward reaches `unit`: make `grad` fit to be accumulated into, once in each backward."""
-        if self._order is not None and not self._begun:
-            # What another rank reaches, this one takes part in.
-            for other in self._units:
-                self._begin(other)
-        elif unit not in self._begun:
-            self._begin(unit)
-
-    def _begin(self, unit: Unit) -> None:
-        self._begun[unit] = None
-        for part, training in trainable(unit):
+    def begin(self) -> None:
+        """A backward begins: make each `grad` fit to be accumulated into. Which units it reaches nobody knows."""
+        self._is_begun = True
+        for part, training in self._flats:
             self._changed(part)
             for index, param in enumerate(part.flat.params):
                 if isinstance(param.grad, OffloadedGradient):
@@ -144,19 +137,17 @@ class GradientPath:
                 self._depart(collection)
         else:
             self._depart_rest(self._order)
-        for unit in self._begun:
-            for part, training in trainable(unit):
-                for param, held in zip(part.flat.params, training.held, strict=True):
-                    if held and param.grad is None:
-                        param.grad = OffloadedGradient(param)
-        for unit in self._begun:
-            for part, training in trainable(unit):
-                if any(training.held) and part not in self._whole:
-                    self._landing.call(partial(self._is_complete, part, training))
+        for part, training in self._flats:
+            for param, held in zip(part.flat.params, training.held, strict=True):
+                if held and param.grad is None:
+                    param.grad = OffloadedGradient(param)
+        for part, training in self._flats:
+            if any(training.held) and part not in self._whole:
+                self._landing.call(partial(self._is_complete, part, training))
         self._forget_backward()
 
     def _forget_backward(self) -> None:
-        self._begun.clear()
+        self._is_begun = False
         self._come.clear()
         self._whole.clear()
 
@@ -171,7 +162,7 @@ class GradientPath:
         try:
             self._landing.finish()
         except BaseException as error:
-            self._lose(error, [part for unit in self._units for part, _ in trainable(unit)])
+            self._lose(error, [part for part, _ in self._flats])
             raise
 
     def abandon_backward(self) -> None:
@@ -183,14 +174,13 @@ class GradientPath:
         self._open.clear()
         if self._order is not None:
             self._order = ReductionOrder(self._units)
-        for unit in self._begun:
-            for part, training in trainable(unit):
-                for index, param in enumerate(part.flat.params):
-                    if param.grad is None:
-                        # Cleared for autograd, or since then by the user: either way there is none.
-                        training.held[index] = False
-                    else:
-                        self._lost.append(param)
+        for part, training in self._flats if self._is_begun else ():
+            for index, param in enumerate(part.flat.params):
+                if param.grad is None:
+                    # Cleared for autograd, or since then by the user: either way there is none.
+                    training.held[index] = False
+                else:
+                    self._lost.append(param)
         self._forget_backward()
 
     def check_whole(self) -> None:
@@ -214,7 +204,7 @@ class GradientPath:
         try:
             self._landing.drain()
         except BaseException as error:
-            self._lose(error, [part for unit in self._units for part, _ in trainable(unit)])
+            self._lose(error, [part for part, _ in self._flats])
             raise
         while self._leaving:
             self._give_back_oldest()
@@ -290,10 +280,9 @@ class GradientPath:
         """Reduce what is left, zeros where nothing arrived, and agree on what is held."""
         for part, training in order.rest():
             self._depart(self._open.get(id(part)) or self._open_collection(part, training))
-        flats = [flat for unit in self._units for flat in trainable(unit)]
-        mine = [sorted(self._arrived.pop(id(part), set())) for part, _ in flats]
+        mine = [sorted(self._arrived.pop(id(part), set())) for part, _ in self._flats]
         everyones = self._collectives.gather_objects(mine)
-        for position, (part, training) in enumerate(flats):
+        for position, (part, training) in enumerate(self._flats):
             arrived = {index for of_rank in everyones for index in of_rank[position]}
             before = self._held_before.pop(id(part))
             training.held[:] = [held or index in arrived for index, held in enumerate(before)]

@@ -21,7 +21,7 @@ from zerooffload.runtime.run import Run
 from zerooffload.sharding.registry import Residence, residence_of
 from zerooffload.sharding.unit import Unit
 
-_GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__", "load_state_dict")
+_GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__", "load_state_dict", "_save_to_state_dict")
 
 
 def make_ordinary_calls_right(model: nn.Module, run: Run) -> None:
@@ -44,6 +44,7 @@ def make_ordinary_calls_right(model: nn.Module, run: Run) -> None:
         module.__dict__["load_state_dict"] = _loading_to_the_end(module, loading)
         guarded.append(weakref.ref(module))
         if any(residence_of(param) is not None for param in module.parameters(recurse=False)):
+            module.__dict__["_save_to_state_dict"] = _saving_placeholders(module)
             _hook_state_dict(module, run, copies, loading)
     run.at_close(lambda: _end_guards(guarded, values_are_gone=run_moves))
 
@@ -114,6 +115,20 @@ def _loading_to_the_end(module: nn.Module, loading: list[AbstractContextManager[
             raise
 
     return load_state_dict
+
+
+def _saving_placeholders(module: nn.Module) -> Callable[..., None]:
+    """`_save_to_state_dict` that takes what parameters show; `after_state_dict` puts values in its place."""
+    ref = weakref.ref(module)
+
+    def save_to_state_dict(*args: Any, **kwargs: Any) -> None:
+        target = ref()
+        if target is None:
+            raise ConfigError("the module is gone")
+        with torch._C.DisableTorchFunctionSubclass():
+            type(target)._save_to_state_dict(target, *args, **kwargs)
+
+    return save_to_state_dict
 
 
 def _hook_state_dict(

@@ -97,6 +97,8 @@ class Residency:
         wanted = [unit for unit in units if unit.moving_parts]
         for unit in wanted:
             self._in_use[unit] += 1
+            for part in unit.moving_parts:
+                part.flat.let_be_used()
         for unit in wanted:
             if unit.state.current is ShardState.AT_HOME:
                 self._make_room(unit, upcoming)
@@ -154,6 +156,9 @@ class Residency:
             if self._in_use[unit] <= 0:
                 raise InternalError(f"unit {unit.name} was released more often than required")
             self._in_use[unit] -= 1
+            if not self._in_use[unit]:
+                for part in unit.moving_parts:
+                    part.flat.watch_for_use()
 
     def settle(self) -> None:
         """Finish every fetch: afterwards nothing of it holds a staging slot."""

@@ -42,7 +42,7 @@ from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.runtime.updating import UpdatePolicy, Updating
 from zerooffload.runtime.watching import watched
 from zerooffload.sharding.collectives import Collectives, StepAgreement, agree
-from zerooffload.sharding.registry import forget, residence_of
+from zerooffload.sharding.registry import Residence, forget, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 from zerooffload.telemetry import Listener, StepReport, Work, process_peak_bytes
 from zerooffload.telemetry.recorder import CountingRecorder, Counts
@@ -151,15 +151,20 @@ class Run:
         for unit in self.units:
             for part, training in trainable(unit):
                 for index, param in enumerate(part.flat.params):
-                    self._handles.append(self._hook_gradient(unit, part, training, index, param))
+                    self._handles += self._hook_gradient(unit, part, training, index, param)
 
     def _hook_gradient(
         self, unit: Unit, part: UnitFlat, training: TrainingStates, index: int, param: nn.Parameter
-    ) -> RemovableHandle:
+    ) -> list[RemovableHandle]:
         # Autograd keeps these hooks where the garbage collector does not look: one that held the run, which holds the
         # parameter, would keep both for ever.
         run, its_unit = weakref.ref(self), weakref.ref(unit)
         its_part, its_training = weakref.ref(part), weakref.ref(training)
+
+        def coming(_: torch.Tensor) -> None:
+            owner = run()
+            if owner is not None:
+                owner._schedule.gradient_coming()
 
         def arrived(_: torch.Tensor) -> None:
             owner, of_unit, of_part, of_training = run(), its_unit(), its_part(), its_training()
@@ -167,8 +172,7 @@ class Run:
                 raise InternalError("a gradient arrived for a run that is gone")
             owner._schedule.gradient_arrived(of_unit, of_part, of_training, index)
 
-        handle: RemovableHandle = param.register_post_accumulate_grad_hook(arrived)
-        return handle
+        return [param.register_hook(coming), param.register_post_accumulate_grad_hook(arrived)]
 
     def keep_steps(self, storage: Storage, agreement: StepAgreement, *, in_background: bool) -> None:
         """Begin the journal of a run that begins, or take up that of one that is continued."""
@@ -266,6 +270,23 @@ class Run:
             self._random_at_forward = None
         if self._resources.commits is not None:
             self._resources.commits.seal(at_forward=True)
+
+    def values_are_wanted(self, residence: Residence) -> None:
+        """An operation is about to use a parameter that no module in use is known to need.
+
+        Raises
+        ------
+        ConfigError
+            Outside of the model's forward and backward.
+        """
+        self._check_usable()
+        if not self._schedule.values_are_wanted(residence.unit):
+            name = residence.part.flat.layout.slots[residence.slot_index].param.name
+            raise ConfigError(
+                f"parameter {name} was used outside of the model's forward, while its values are on their tier: read or"
+                " write it inside zo.full_params(module), compute with it in the forward of a module, and let an"
+                " optimizer of ours (zo.AdamW, ...) update it"
+            )
 
     def adopt(self, optimizer: torch.optim.Optimizer, rule: Rule) -> None:
         """See `OptimizerRun`."""

@@ -67,6 +67,8 @@ class Schedule:
         self._order = AccessOrder([point.name for point in points])
         self._backward_is_open = False
         self._awaited: dict[int, int] = {}
+        # The innermost last: calls whose forward, or whose backward, is under way.
+        self._under_way: list[HookPoint] = []
 
     def pre_forward(self, point: HookPoint) -> None:
         """Make the point's units full and fetch ahead."""
@@ -82,6 +84,7 @@ class Schedule:
             if point is self._root or self._order.current is None:
                 self._order.begin(Pass.TRAIN_FORWARD if torch.is_grad_enabled() else Pass.EVALUATION)
         point.num_forward_calls += 1
+        self._under_way.append(point)
         if point.phase.current is Phase.IDLE:
             point.phase.to(Phase.FORWARD)
         self._use(point)
@@ -93,7 +96,7 @@ class Schedule:
             # Its pre-forward raised: nothing was taken.
             return
         point.num_forward_calls -= 1
-        self._residency.release(point.units)
+        self._leave(point)
         if point.phase.current is Phase.FORWARD and not point.num_forward_calls:
             point.phase.to(Phase.IDLE)
         if point is self._root and not in_backward():
@@ -106,10 +109,10 @@ class Schedule:
         self._owner.check()
         self._open_backward()
         point.num_backward_calls += 1
+        self._under_way.append(point)
         if point.phase.current is not Phase.PRE_BACKWARD:
             point.phase.to(Phase.PRE_BACKWARD)
         for unit in point.units:
-            self._gradients.begin(unit)
             self._await_gradients(unit)
         self._use(point)
         self._recorder.compute_begins("backward", point.name)
@@ -119,15 +122,31 @@ class Schedule:
         if not point.num_backward_calls:
             return
         point.num_backward_calls -= 1
-        self._residency.release(point.units)
+        self._leave(point)
         if not point.num_backward_calls:
             point.phase.to(Phase.POST_BACKWARD)
         self._recorder.compute_ends(point.name)
 
+    def values_are_wanted(self, unit: Unit) -> bool:
+        """Values of a unit are used that no call under way is known to need: the innermost one needs them from now on.
+
+        False if there is none.
+        """
+        if not self._under_way:
+            return False
+        point = self._under_way[-1]
+        # Before, so that whatever becomes of it each call that is under way releases what it has required.
+        point.units = (*point.units, unit)
+        for _ in range(self._under_way.count(point)):
+            self._residency.require([unit])
+        return True
+
+    def gradient_coming(self) -> None:
+        """Autograd is about to add to a parameter's `grad`."""
+        self._open_backward()
+
     def gradient_arrived(self, unit: Unit, part: UnitFlat, training: TrainingStates, index: int) -> None:
         """Autograd has finished a parameter's gradient."""
-        self._open_backward()
-        self._gradients.begin(unit)
         self._gradients.arrived(part, training, index)
         left = self._awaited.get(id(unit), 0) - 1
         self._awaited[id(unit)] = left
@@ -150,6 +169,12 @@ class Schedule:
         others = (unit for point in self._points.values() for unit in point.units)
         return [*units, *(unit for unit in dict.fromkeys(others) if unit not in units)]
 
+    def _leave(self, point: HookPoint) -> None:
+        """A call of it, in forward or in backward, is under way no more."""
+        position = max(number for number, other in enumerate(self._under_way) if other is point)
+        del self._under_way[position]
+        self._residency.release(point.units)
+
     def _use(self, point: HookPoint) -> None:
         self._order.use(point.name)
         upcoming = [unit for name in self._order.upcoming() for unit in self._points[name].units]
@@ -168,6 +193,7 @@ class Schedule:
         at_end_of_backward(self.end_backward)
         self._gradients.settle()
         self._owner.backward_begins(self.forward_order)
+        self._gradients.begin()
 
     def _close_backward(self) -> None:
         self._backward_is_open = False

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from zerooffload.errors import ConfigError
+from zerooffload.sharding.idle import set_idle, set_in_use
 from zerooffload.sharding.layout import FlatLayout
 from zerooffload.sharding.placeholders import parameter_placeholder, was_written
 
@@ -73,8 +74,9 @@ class Flat:
             See `check_untouched`; nothing is shown then.
         """
         self.check_untouched()
-        for param, view in zip(self.params, self._views, strict=True):
-            param.data = view
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, view in zip(self.params, self._views, strict=True):
+                param.data = view
         if self._is_away:
             restored = [version + changes for version, changes in zip(self._versions, self._changes, strict=True)]
             torch._C._autograd._unsafe_set_version_counter(self.params, tuple(restored))
@@ -87,8 +89,17 @@ class Flat:
             self._changes = [0] * len(self.params)
             torch.autograd.graph.increment_version(self.params)
             self._is_away = True
-        for param, placeholder in zip(self.params, self._placeholders, strict=True):
-            param.data = placeholder
+        with torch._C.DisableTorchFunctionSubclass():
+            for param, placeholder in zip(self.params, self._placeholders, strict=True):
+                param.data = placeholder
+
+    def let_be_used(self) -> None:
+        """Somebody is known to use the parameters: operations on them are torch's alone."""
+        set_in_use(self.params)
+
+    def watch_for_use(self) -> None:
+        """Nobody is known to use the parameters: see [Note: idle parameters]."""
+        set_idle(self.params)
 
     def values_changed(self) -> None:
         """The values at home are new ones: graphs from before are stale."""

@@ -112,7 +112,10 @@ def _automatic(model: nn.Module) -> IsUnit:
 
 
 def _block_names(model: nn.Module) -> Iterator[str]:
-    """The elements of the outermost ModuleLists that hold much of the model; without one, of its largest Sequential."""
+    """The elements of the outermost ModuleLists that hold much of the model; without one, of its largest Sequential.
+
+    A list or dictionary in such a list has no forward of its own: its elements stand in its place.
+    """
     total = sum(param.numel() for param in model.parameters())
     for kind in (nn.ModuleList, nn.Sequential):
         lists: list[str] = []
@@ -122,10 +125,18 @@ def _block_names(model: nn.Module) -> Iterator[str]:
                 continue
             if sum(param.numel() for param in module.parameters()) >= _BLOCKS_LEAST_PART * total:
                 lists.append(name)
-                prefix = f"{name}." if name else ""
-                yield from (f"{prefix}{child}" for child, _ in module.named_children())
+                yield from _elements(name, module)
         if lists:
             return
+
+
+def _elements(name: str, module: nn.Module) -> Iterator[str]:
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _elements(path, child)
+        else:
+            yield path
 
 
 def _output_embeddings(model: nn.Module) -> nn.Module | None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerooffload.sharding.unit import Unit, UnitFlat
+if TYPE_CHECKING:
+    from zerooffload.sharding.unit import Unit, UnitFlat
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def forget(unit: Unit) -> None:
 
 def residence_of(param: torch.Tensor) -> Residence | None:
     """Where `param` lives, or None for one that is not offloaded."""
-    weak = _residences.get(param) if isinstance(param, nn.Parameter) else None
+    weak = _residences.get(param)
     if weak is None:
         return None
     run, unit, part = weak.run(), weak.unit(), weak.part()

@@ -145,6 +145,7 @@ class UnitFlat:
             self.flat.show_full()
         else:
             self.flat.show_away()
+            self.flat.watch_for_use()
 
 
 class Unit:

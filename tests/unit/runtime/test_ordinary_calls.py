@@ -171,11 +171,47 @@ def test_a_call_that_would_give_garbage_is_refused_and_changes_nothing(
     assert torch.equal(model(tokens), make_net()(tokens))
 
 
-def test_a_copy_of_a_single_parameter_that_is_away_holds_no_number_that_could_be_taken_for_a_value(
-    offload: Offload, make_net: MakeNet
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "clone": lambda param: param.clone(),
+    "detach": lambda param: param.detach(),
+    "data": lambda param: param.data,
+    "transposed": lambda param: param.T,
+    "item": lambda param: param[0, 0].item(),
+    "numpy": lambda param: param.numpy(force=True),
+    "penalty": lambda param: param.square().sum(),
+    "fill": nn.init.zeros_,
+    "one of several": lambda param: torch.cat([torch.zeros(1), param.view(-1)]),
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_values_that_are_away_are_not_read_in_silence(
+    offload: Offload, make_net: MakeNet, tokens: torch.Tensor, read: Callable[[nn.Parameter], Any]
 ) -> None:
     model = offload(make_net(), "nvme")
-    assert bool(copy.deepcopy(model.head.weight).isnan().all())
+    for _ in range(2):
+        with pytest.raises(zo.ConfigError, match=r"head\.weight was used outside of the model's forward"):
+            read(model.head.weight)
+        # Its values stay where they are as long as there is room, but nobody may count on it.
+        model(tokens)
+    zo.close(model)
+    with pytest.raises(zo.ConfigError, match="ended"):
+        read(model.head.weight)
+
+
+def test_what_needs_no_values_is_as_ever(offload: Offload, make_net: MakeNet) -> None:
+    model, plain = offload(make_net(), "nvme"), make_net()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(ours, nn.Parameter)
+        assert (ours.shape, ours.dtype, ours.device, ours.numel()) == (
+            theirs.shape,
+            theirs.dtype,
+            theirs.device,
+            theirs.numel(),
+        )
+        assert (ours.is_leaf, ours.grad, ours.requires_grad) == (True, None, True)
+        assert "nan" in repr(ours)
 
 
 ALLOWED: dict[str, Callable[[nn.Module], Any]] = {

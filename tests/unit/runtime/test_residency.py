@@ -37,6 +37,7 @@ class FakeRange:
 
 class FakeFlat:
     shown = "away"
+    is_watched = True
 
     def __init__(self, nbytes: int) -> None:
         self.layout = SimpleNamespace(elements=lambda memory: memory[:nbytes], name="flat")
@@ -49,6 +50,12 @@ class FakeFlat:
 
     def show_away(self) -> None:
         self.shown = "away"
+
+    def let_be_used(self) -> None:
+        self.is_watched = False
+
+    def watch_for_use(self) -> None:
+        self.is_watched = True
 
 
 @dataclass(eq=False)

@@ -183,3 +183,13 @@ def test_the_same_parameter_twice_in_one_module_is_one() -> None:
 
     (unit,) = find_units(Twice(), "auto")
     assert unit.param_names == (("a", "b"),)
+
+
+def test_lists_in_a_list_are_no_blocks_but_what_is_in_them_is() -> None:
+    """Nobody calls a list: its hooks would never run."""
+    shared = nn.Linear(4, 4)
+    stages = nn.ModuleList(nn.ModuleList([nn.Linear(4, 4), shared]) for _ in range(2))
+    named = nn.ModuleDict({"side": nn.Linear(4, 4), "deep": nn.ModuleDict({"er": nn.Linear(4, 4)})})
+    units = find_units(nn.Sequential(nn.ModuleList([*stages, named])), "auto")
+    names = [unit.name for unit in units]
+    assert names == ["0.0.0", "0.0.1", "0.1.0", "0.2.side", "0.2.deep.er", ROOT_NAME]
