@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerooffload.accelerator import default_accelerator
 from zerooffload.config import OffloadConfig
 from zerooffload.errors import ConfigError
-from zerooffload.runtime.build import Environment, build_run, environment
+from zerooffload.runtime.build import Environment, build_run, environment, move_buffers
 from zerooffload.runtime.ordinary_calls import make_ordinary_calls_right
 from zerooffload.runtime.param_access import units_of
 from zerooffload.runtime.run import Run
@@ -97,6 +97,7 @@ def full_params(
     if not isinstance(run, Run):
         raise ConfigError(f"{type(module).__name__} is not offloaded")
     run.check_resumed()
+    run.check_on_device()
     with run.access.full(units, writeback=writeback, grads=grads):
         yield
 
@@ -263,6 +264,46 @@ def watch(model: nn.Module, listeners: Sequence[Listener]) -> Iterator[None]:
         yield
 
 
+def release_device(model: nn.Module) -> None:
+    """Let another program, or another model, have the device for a while: everything of ours leaves it.
+
+        zo.release_device(trained)
+        samples = generate_elsewhere()
+        zo.reclaim_device(trained)
+
+    Finishes what is under way, then moves states whose home is the device, and the model's buffers, to host memory and
+    gives all leased device memory back. What stays is one element for each parameter, and what the user holds: outputs,
+    and graphs that a backward is still to go through. Training goes on with the same bits after `reclaim_device`; until
+    then all that uses the model raises `ConfigError`. On a CPU, whose device is host memory, states stay where they
+    are.
+
+    Raises
+    ------
+    ConfigError
+        If the model is not offloaded, or is in use: inside of its forward or of `full_params`.
+    BudgetError
+        If the host's budget has no room for what lives on the device; nothing has moved then.
+    TierIOError
+        If an update that was under way failed.
+    """
+    run = _run_of(next(model.parameters(), None))
+    run.release_device()
+    move_buffers(model, torch.device("cpu"))
+
+
+def reclaim_device(model: nn.Module) -> None:
+    """Undo `release_device`; harmless on a model that has not left.
+
+    Raises
+    ------
+    ConfigError
+        If the model is not offloaded.
+    """
+    run = _run_of(next(model.parameters(), None))
+    run.reclaim_device()
+    move_buffers(model, run.device)
+
+
 def close(model: nn.Module) -> None:
     """End a run: give budgets, files and the directory back. Again, or on a model never offloaded, does nothing.
 
@@ -336,4 +377,16 @@ def _replicated(mesh: DeviceMesh) -> Collectives:
     )
 
 
-__all__ = ["clip_grad_norm_", "close", "full_params", "no_sync", "offload", "resume", "step_report", "trace", "track"]
+__all__ = [
+    "clip_grad_norm_",
+    "close",
+    "full_params",
+    "no_sync",
+    "offload",
+    "reclaim_device",
+    "release_device",
+    "resume",
+    "step_report",
+    "trace",
+    "track",
+]

@@ -32,6 +32,8 @@ FACE = [
     "full_params",
     "no_sync",
     "offload",
+    "reclaim_device",
+    "release_device",
     "resume",
     "step_report",
     "trace",

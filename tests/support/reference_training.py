@@ -53,6 +53,12 @@ class Recipe:
         Changes the model before anything else (checkpointing, freezing).
     groups : callable
         What the optimizer is given.
+    prepare_offloaded : callable
+        Changes the model when it has been offloaded, in plain PyTorch after `prepare`.
+    backward : callable
+        Of a loss that is divided by the number of micro-steps.
+    before_step : callable
+        Called before gradients are clipped.
     between : callable
         Called after each step with the model and the step's number; what it returns must be equal too.
     schedule : callable or None
@@ -70,6 +76,9 @@ class Recipe:
     algorithm: str = "adamw"
     moments: str = "fp32"
     prepare: Callable[[nn.Module], None] = lambda _: None
+    prepare_offloaded: Callable[[nn.Module], None] = lambda _: None
+    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
+    before_step: Callable[[nn.Module, int], list[float]] = lambda _model, _step: []
     groups: Callable[[nn.Module], ParamGroups] = lambda model: model.parameters()
     between: Callable[[nn.Module, int], list[float]] = lambda _model, _step: []
     schedule: Callable[[int], float] | None = None
@@ -83,6 +92,7 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     params: dict[str, torch.Tensor] = field(default_factory=dict)
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     report: zo.StepReport | None = field(default=None, compare=False)
 
 
@@ -92,18 +102,21 @@ def differences(one: Outcome, other: Outcome) -> list[str]:
     for name in ("losses", "norms"):
         pairs = zip(getattr(one, name), getattr(other, name), strict=True)
         found += [f"{name}[{i}]: {a!r} != {b!r}" for i, (a, b) in enumerate(pairs) if a != b]
-    if one.params.keys() != other.params.keys():
-        found.append(f"parameters: {sorted(one.params.keys() ^ other.params.keys())}")
-    for name in one.params.keys() & other.params.keys():
-        if not torch.equal(one.params[name], other.params[name]):
-            unequal = int((one.params[name] != other.params[name]).sum())
-            found.append(f"{name}: {unequal} of {one.params[name].numel()} elements differ")
+    for kind in ("params", "buffers"):
+        ours, theirs = getattr(one, kind), getattr(other, kind)
+        if ours.keys() != theirs.keys():
+            found.append(f"{kind}: {sorted(ours.keys() ^ theirs.keys())}")
+        for name in ours.keys() & theirs.keys():
+            if not torch.equal(ours[name], theirs[name]):
+                unequal = int((ours[name] != theirs[name]).sum())
+                found.append(f"{name}: {unequal} of {ours[name].numel()} elements differ")
     return found
 
 
 def train_plain(recipe: Recipe, device: str = "cpu") -> Outcome:
     """Without offloading: torch's own accumulation, the reference optimizer, and its norm."""
     model = _prepared(recipe).to(device)
+    recipe.prepare_offloaded(model)
     states = OptimizerStates(recipe.algorithm, recipe.moments)
     settings = {"lr": recipe.learning_rate, **recipe.options}
     sums_in_fp32 = (recipe.accumulation_steps or 1) > 1
@@ -132,6 +145,7 @@ def train_offloaded(recipe: Recipe, environment: Environment | None = None, **co
     model = offload_prepared(recipe, environment, **config)
     try:
         optimizer = OPTIMIZERS[recipe.algorithm](recipe.groups(model), lr=recipe.learning_rate, **recipe.options)
+        recipe.prepare_offloaded(model)
         outcome = _train(recipe, model, optimizer, lambda max_norm: float(zo.clip_grad_norm_(model, max_norm)))
         outcome.report = zo.step_report(model)
         outcome.params = current_params(model)
@@ -159,12 +173,12 @@ def offload_prepared(recipe: Recipe, environment: Environment | None = None, **c
 
 
 @contextmanager
-def whole(module: nn.Module) -> Iterator[None]:
+def whole(module: nn.Module, *, grads: bool = False) -> Iterator[None]:
     """The parameters of a module to read and to change, offloaded or not."""
     if residence_of(next(module.parameters())) is None:
         yield
     else:
-        with zo.full_params(module):
+        with zo.full_params(module, grads=grads):
             yield
 
 
@@ -199,10 +213,11 @@ def _train(
     for step in range(recipe.num_steps):
         for micro_step in range(recipe.num_micro_steps):
             loss = recipe.loss(model, batch(step, micro_step))
-            (loss / recipe.num_micro_steps).backward()
+            recipe.backward(loss / recipe.num_micro_steps)
             if isinstance(optimizer, ReferenceOptimizer):
                 optimizer.take_gradients(model.parameters())
             outcome.losses.append(loss.item())
+        outcome.losses += recipe.before_step(model, step)
         if recipe.max_norm is not None:
             # Ours is returned as fp32, like torch's.
             outcome.norms.append(float(np.float32(clip(recipe.max_norm))))
@@ -216,6 +231,7 @@ def _train(
             optimizer.values_changed_by_hand(model.parameters(), before)
         else:
             outcome.losses += recipe.between(model, step)
+    outcome.buffers = {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()}
     return outcome
 
 

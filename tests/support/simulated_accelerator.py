@@ -206,6 +206,9 @@ class SimulatedAccelerator:
         """What is not filled."""
         return self._capacity_bytes - self.filled_bytes
 
+    def trim(self) -> None:
+        """What a range gives back is free at once."""
+
     def random_state(self) -> None:
         """Torch's own generator is the host's."""
 

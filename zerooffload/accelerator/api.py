@@ -118,6 +118,9 @@ class Accelerator(Protocol):
     def available_bytes(self) -> int:
         """Device memory that is free now."""
 
+    def trim(self) -> None:
+        """Give memory that is kept for later use back to the device, so that other programs can have it."""
+
     def random_state(self) -> torch.Tensor | None:
         """The state of the device's random numbers, uint8 in host memory; None where it has none of its own."""
 

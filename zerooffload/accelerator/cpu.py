@@ -79,6 +79,9 @@ class CpuAccelerator:
         """The machine's available memory."""
         return int(psutil.virtual_memory().available)
 
+    def trim(self) -> None:
+        """Pages are given back at once."""
+
     def random_state(self) -> None:
         """Torch's own generator is the host's."""
 

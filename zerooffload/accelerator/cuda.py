@@ -184,6 +184,12 @@ class CudaAccelerator:
         held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return free + held
 
+    def trim(self) -> None:
+        """What torch's caching allocator holds in reserve."""
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
     def random_state(self) -> torch.Tensor:
         """The device's default generator."""
         return torch.cuda.get_rng_state(self.device)

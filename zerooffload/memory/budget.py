@@ -69,6 +69,10 @@ class Budget:
         BudgetError
             If they do not fit; nothing is taken then.
         """
+        self._take_with_parent(nbytes, holder)
+        return Lease(self, nbytes, holder)
+
+    def _take_with_parent(self, nbytes: int, holder: str) -> None:
         if self._parent is not None:
             self._parent._take(nbytes, holder)
         try:
@@ -77,7 +81,6 @@ class Budget:
             if self._parent is not None:
                 self._parent._give_back(nbytes, holder)
             raise
-        return Lease(self, nbytes, holder)
 
     def _take(self, nbytes: int, holder: str) -> None:
         # Without the lock: who gives up may hold one of its own while a finalizer there gives a lease back.
@@ -116,19 +119,32 @@ class Lease:
     """Bytes held from a budget until `release`, the end of a `with` block, or garbage collection."""
 
     def __init__(self, budget: Budget, nbytes: int, holder: str) -> None:
-        self._budget: Budget | None = budget
+        self._budget = budget
+        self._is_held = True
         self.nbytes = nbytes
         self.holder = holder
 
     def release(self) -> None:
         """Give the bytes back; again is harmless."""
-        budget, self._budget = self._budget, None
-        if budget is not None:
-            budget._release(self.nbytes, self.holder)
+        was_held, self._is_held = self._is_held, False
+        if was_held:
+            self._budget._release(self.nbytes, self.holder)
+
+    def renew(self) -> None:
+        """Take the bytes again that `release` gave back.
+
+        Raises
+        ------
+        BudgetError
+            If they do not fit any more; nothing is taken then.
+        """
+        if not self._is_held:
+            self._budget._take_with_parent(self.nbytes, self.holder)
+            self._is_held = True
 
     def shrink(self, nbytes: int) -> None:
         """Give a part of the bytes back."""
-        if self._budget is not None:
+        if self._is_held:
             self.nbytes -= nbytes
             self._budget._release(nbytes, self.holder)
 

@@ -315,7 +315,11 @@ def _hand_over(model: nn.Module, units: Sequence[Unit], resources: Resources, pa
             part.bind()
             part.show_at_home()
     states.finish()
-    device = parts.accelerator.device
+    move_buffers(model, parts.accelerator.device)
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Where all of a model's buffers are."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:

@@ -136,6 +136,7 @@ def _hook_state_dict(
 ) -> None:
 
     def before_state_dict(owner: nn.Module, _prefix: str, _keep_vars: bool) -> None:  # noqa: FBT001 - torch's signature
+        run.check_on_device()
         run.access.wait_for_updates(_direct_units(owner))
 
     def after_state_dict(owner: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -149,6 +150,7 @@ def _hook_state_dict(
     def before_loading(owner: nn.Module, _state: Any, _prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
             raise ConfigError("load_state_dict(assign=True) would replace offloaded parameters: leave assign off")
+        run.check_on_device()
         context = run.access.full(_direct_units(owner), writeback=True, grads=False)
         context.__enter__()
         loading.append(context)

@@ -51,6 +51,7 @@ class ParamAccess:
         ended_half_way: Callable[[BaseException], None],
     ) -> None:
         self._ended_half_way = ended_half_way
+        self._num_open = 0
         self._updates = updates
         self._rule = rule
         self._residency = residency
@@ -60,6 +61,11 @@ class ParamAccess:
         self._host = resources.budgets[TierName.HOST]
         self._slots = SlotAccess(resources.ring, parts, residency.settle, updates)
         self._whole_gradients = GradientAccess(self._slots, collectives, gradients, self.lease_copies)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether parameters are shown to the user now."""
+        return self._num_open > 0
 
     @contextmanager
     def full(self, units: Iterable[Unit], *, writeback: bool, grads: bool) -> Iterator[None]:
@@ -81,6 +87,8 @@ class ParamAccess:
             copies = [stack.enter_context(self._copy(part)) for unit in units for part in unit.parts]
             if grads:
                 stack.enter_context(self._whole_gradients.shown(units, writeback=writeback))
+            self._num_open += 1
+            stack.callback(self._one_less_open)
             try:
                 yield
                 if writeback:
@@ -93,6 +101,9 @@ class ParamAccess:
                 raise
             if not writeback:
                 _undo(copies)
+
+    def _one_less_open(self) -> None:
+        self._num_open -= 1
 
     def wait_for_updates(self, units: Iterable[Unit]) -> None:
         """Parameters that are full at home show the values after the last step from now on.

@@ -24,7 +24,7 @@ from zerooffload.runtime.landing import Landing
 from zerooffload.runtime.storage import Storage
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.telemetry import Recorder, TierUsage, Waits, process_resident_bytes
-from zerooffload.tiers import NvmeTier, StagingRing, Tier, Transfers, device_tier, host_tier
+from zerooffload.tiers import DeviceTier, NvmeTier, StagingRing, Tier, Transfers, host_tier
 
 _log = logging.getLogger("zerooffload")
 
@@ -146,9 +146,11 @@ class Resources:
         self.budgets = {TierName.DEVICE: device, TierName.HOST: host, TierName.NVME: nvme}
         self.tiers: dict[TierName, Tier] = {}
         self._leases: list[Lease] = []
+        self._windows: list[Lease] = []
         self._rings: list[StagingRing] = []
         try:
-            self.tiers[TierName.DEVICE] = device_tier(device, parts.accelerator, parts.transfers)
+            self._device = DeviceTier(device, parts.accelerator, parts.transfers)
+            self.tiers[TierName.DEVICE] = self._device
             self.tiers[TierName.HOST] = host_tier(host, parts.accelerator, parts.transfers)
             if storage is not None:
                 self.nvme = NvmeTier(
@@ -183,7 +185,7 @@ class Resources:
                 ("parameters in use", plan.window_nbytes),
                 ("gradient collection", plan.collection_nbytes),
             ):
-                self._leases.append(device.lease(nbytes, holder))
+                self._windows.append(device.lease(nbytes, holder))
         except BaseException:
             self.close()
             raise
@@ -210,6 +212,24 @@ class Resources:
             planned = self._plan.planned_bytes(name)
             if budget.leased_bytes != planned:
                 raise InternalError(f"{name.value}: {budget.leased_bytes} bytes leased, {planned} announced")
+
+    def leave_device(self) -> None:
+        """Give the device's memory back for a while; its windows are empty, and nobody uses what lives there.
+
+        Raises
+        ------
+        BudgetError
+            If the host has no room for what lives there; nothing has changed then.
+        """
+        self._device.leave(self.budgets[TierName.HOST])
+        for lease in self._windows:
+            lease.release()
+
+    def come_back_to_device(self) -> None:
+        """Undo `leave_device`."""
+        for lease in self._windows:
+            lease.renew()
+        self._device.come_back()
 
     def usage(self) -> tuple[TierUsage, ...]:
         """Each tier's budget, plan and leases."""
@@ -255,7 +275,7 @@ class Resources:
             tier.close()
         for ring in self._rings:
             ring.close()
-        for lease in self._leases:
+        for lease in (*self._leases, *self._windows):
             lease.release()
 
 

@@ -82,6 +82,7 @@ class Run:
         self._failure: BaseException | None = None
         self._what_failed = "an update"
         self._is_closed = False
+        self._is_off_device = False
         self._owner = os.getpid()
         self._handles: list[RemovableHandle] = []
         self._at_close: list[Callable[[], None]] = []
@@ -356,6 +357,38 @@ class Run:
         if self._resources.commits is not None:
             self._resources.commits.give_up(error)
 
+    def release_device(self) -> None:
+        """See `zo.release_device`."""
+        self._check_usable()
+        self._schedule.recover()
+        if self._schedule.is_under_way or self.access.is_open:
+            raise ConfigError(
+                "the model is in use: call zo.release_device outside of its forward and backward and of zo.full_params"
+            )
+        self._updates.finish()
+        self._gradients.drain()
+        self._residency.send_home()
+        self._resources.leave_device()
+        for unit in self.units:
+            unit.leave_device()
+        self._is_off_device = True
+        self._parts.accelerator.trim()
+
+    def reclaim_device(self) -> None:
+        """See `zo.reclaim_device`."""
+        self._check_alive()
+        if not self._is_off_device:
+            return
+        self._resources.come_back_to_device()
+        for unit in self.units:
+            unit.come_back_to_device()
+        self._is_off_device = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._parts.accelerator.device
+
     def clip_grad_norm(
         self, params: Iterable[torch.Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
     ) -> torch.Tensor:
@@ -516,6 +549,18 @@ class Run:
     def _check_usable(self) -> None:
         self.check_resumed()
         self._check_alive()
+        self.check_on_device()
+
+    def check_on_device(self) -> None:
+        """See that the run may use the device.
+
+        Raises
+        ------
+        ConfigError
+            Between `zo.release_device` and `zo.reclaim_device`.
+        """
+        if self._is_off_device:
+            raise ConfigError("the model has left the device: call zo.reclaim_device(model) before it is used again")
 
     def _check_alive(self) -> None:
         if self._is_closed:

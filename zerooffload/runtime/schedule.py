@@ -70,6 +70,11 @@ class Schedule:
         # The innermost last: calls whose forward, or whose backward, is under way.
         self._under_way: list[HookPoint] = []
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a call of a hook point is, in forward or in backward."""
+        return bool(self._under_way)
+
     def pre_forward(self, point: HookPoint) -> None:
         """Make the point's units full and fetch ahead."""
         self._recorder.compute_pauses()

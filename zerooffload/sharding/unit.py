@@ -176,6 +176,20 @@ class Unit:
         """Device memory of the ranges while filled."""
         return sum(part.range.nbytes for part in self.parts if part.range is not None)
 
+    def leave_device(self) -> None:
+        """Where the home is device memory, show nothing while that is left. The others are away already."""
+        for part in self.parts:
+            if part.home.needs_device:
+                part.flat.show_away()
+                part.flat.watch_for_use()
+
+    def come_back_to_device(self) -> None:
+        """Undo `leave_device`."""
+        for part in self.parts:
+            if part.home.needs_device and part.range is None:
+                part.flat.let_be_used()
+                part.flat.show_full()
+
     def parameters(self) -> list[torch.nn.Parameter]:
         """All parameters."""
         return [param for part in self.parts for param in part.flat.params]

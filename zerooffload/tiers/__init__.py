@@ -1,8 +1,9 @@
 """Where a shard's states can live, behind one protocol; nobody above asks which tier it is."""
 
 from zerooffload.tiers.api import Block, Kept, Space, Tier
+from zerooffload.tiers.device_tier import DeviceTier
 from zerooffload.tiers.directory import RunDirectory
-from zerooffload.tiers.memory_tier import MemoryTier, device_tier, host_tier
+from zerooffload.tiers.memory_tier import MemoryTier, host_tier
 from zerooffload.tiers.mirrored import MirroredBlock
 from zerooffload.tiers.nvme import ChunkPlace, NvmeBlock, NvmeTier
 from zerooffload.tiers.records import FILE_ALIGNMENT_BYTES, Part, RecordLayout, dtype_name
@@ -14,6 +15,7 @@ __all__ = [
     "FILE_ALIGNMENT_BYTES",
     "Block",
     "ChunkPlace",
+    "DeviceTier",
     "Kept",
     "MemoryTier",
     "MirroredBlock",
@@ -29,7 +31,6 @@ __all__ = [
     "StagingSlot",
     "Tier",
     "Transfers",
-    "device_tier",
     "dtype_name",
     "host_tier",
 ]

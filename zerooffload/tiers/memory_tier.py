@@ -1,4 +1,4 @@
-"""Tiers that are memory: the host, and the device."""
+"""Tiers that are memory, and the host's."""
 
 from __future__ import annotations
 
@@ -156,24 +156,4 @@ def host_tier(budget: Budget, accelerator: Accelerator, transfers: Transfers) ->
         spaces=frozenset(spaces),
         rounded_nbytes=host_buffer_nbytes,
         take_memory=accelerator.host_buffer,
-    )
-
-
-def device_tier(budget: Budget, accelerator: Accelerator, transfers: Transfers) -> MemoryTier:
-    """Device memory; on a CPU an alias of the host's."""
-    spaces = {Space.HOST, Space.DEVICE} if accelerator.shares_host_memory else {Space.DEVICE}
-
-    def take_memory(nbytes: int) -> torch.Tensor:
-        memory = accelerator.reserve(nbytes)
-        memory.fill()
-        # What is written first, the initial states, comes through `copy_in`, as the range demands.
-        return memory.tensor
-
-    return MemoryTier(
-        TierName.DEVICE,
-        budget,
-        transfers,
-        spaces=frozenset(spaces),
-        rounded_nbytes=accelerator.range_nbytes,
-        take_memory=take_memory,
     )

@@ -10,7 +10,7 @@ from zerooffload.accelerator.cpu import CpuAccelerator
 from zerooffload.config import TierName
 from zerooffload.memory import Budget
 from zerooffload.telemetry.recorder import CountingRecorder
-from zerooffload.tiers import MemoryTier, Part, RecordLayout, Space, Transfers, device_tier, host_tier
+from zerooffload.tiers import DeviceTier, MemoryTier, Part, RecordLayout, Space, Transfers, host_tier
 
 MakeTier = Callable[[Budget, CpuAccelerator, Transfers], MemoryTier]
 
@@ -21,7 +21,7 @@ class SeparateDevice(CpuAccelerator):
     shares_host_memory = False
 
 
-@pytest.fixture(params=[host_tier, device_tier])
+@pytest.fixture(params=[host_tier, DeviceTier])
 def make_tier(request: pytest.FixtureRequest) -> MakeTier:
     return request.param
 
@@ -74,7 +74,7 @@ def test_on_a_cpu_both_spaces_see_the_state_itself(
 
 @pytest.mark.parametrize(
     ("make", "seen_by", "hidden_from"),
-    [(host_tier, Space.HOST, Space.DEVICE), (device_tier, Space.DEVICE, Space.HOST)],
+    [(host_tier, Space.HOST, Space.DEVICE), (DeviceTier, Space.DEVICE, Space.HOST)],
 )
 def test_with_memory_of_its_own_each_space_sees_its_own_tier(
     make: MakeTier, seen_by: Space, hidden_from: Space, budget: Budget, transfers: Transfers
@@ -94,7 +94,7 @@ def test_records_travel_and_are_counted(
     recorder: CountingRecorder,
     layout: RecordLayout,
 ) -> None:
-    block = device_tier(budget, accelerator, transfers).allocate(layout, "x")
+    block = DeviceTier(budget, accelerator, transfers).allocate(layout, "x")
     last = layout.num_chunks - 1
     source = torch.arange(layout.file_nbytes(last)).to(torch.uint8)
     target = torch.zeros_like(source)
