@@ -133,7 +133,7 @@ def clip_grad_norm_(
         params = list(model_or_params)
     if not params:
         return torch.zeros(())
-    return _run_of(params[0]).clip_grad_norm(
+    return _run_of(params).clip_grad_norm(
         params, float(max_norm), float(norm_type), error_if_nonfinite=error_if_nonfinite
     )
 
@@ -159,7 +159,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     ConfigError
         If the model is not offloaded.
     """
-    with _run_of(next(model.parameters(), None)).backwards.more_follow():
+    with _run_of(model.parameters()).backwards.more_follow():
         yield
 
 
@@ -183,7 +183,7 @@ def track(model: nn.Module, **objects: Any) -> None:
     ConfigError
         If an object has no such methods, a name is taken by another object, or the model is not offloaded.
     """
-    _run_of(next(model.parameters(), None)).track(objects)
+    _run_of(model.parameters()).track(objects)
 
 
 def resume(model: nn.Module, *optimizers: torch.optim.Optimizer) -> int:
@@ -210,7 +210,7 @@ def resume(model: nn.Module, *optimizers: torch.optim.Optimizer) -> int:
     CheckpointError
         If files are damaged.
     """
-    return _run_of(next(model.parameters(), None)).resume(optimizers)
+    return _run_of(model.parameters()).resume(optimizers)
 
 
 def step_report(model: nn.Module) -> StepReport:
@@ -221,7 +221,7 @@ def step_report(model: nn.Module) -> StepReport:
     ConfigError
         If the model is not offloaded, or no step has finished.
     """
-    return _run_of(next(model.parameters(), None)).report()
+    return _run_of(model.parameters()).report()
 
 
 @contextmanager
@@ -247,7 +247,7 @@ def trace(model: nn.Module, path: str | os.PathLike[str], *, steps: int | None =
     ConfigError
         If the model is not offloaded or is traced already, or the file cannot be made.
     """
-    run = _run_of(next(model.parameters(), None))
+    run = _run_of(model.parameters())
     if steps is not None and steps < 1:
         raise ConfigError(f"steps must be at least 1, got {steps}")
     with TraceFile(Path(path), rank=run.global_rank, steps=steps) as file, run.watch([file]):
@@ -260,7 +260,7 @@ def watch(model: nn.Module, listeners: Sequence[Listener]) -> Iterator[None]:
     if not listeners:
         yield
         return
-    with _run_of(next(model.parameters(), None)).watch(listeners):
+    with _run_of(model.parameters()).watch(listeners):
         yield
 
 
@@ -286,7 +286,7 @@ def release_device(model: nn.Module) -> None:
     TierIOError
         If an update that was under way failed.
     """
-    run = _run_of(next(model.parameters(), None))
+    run = _run_of(model.parameters())
     run.release_device()
     move_buffers(model, torch.device("cpu"))
 
@@ -299,7 +299,7 @@ def reclaim_device(model: nn.Module) -> None:
     ConfigError
         If the model is not offloaded.
     """
-    run = _run_of(next(model.parameters(), None))
+    run = _run_of(model.parameters())
     run.reclaim_device()
     move_buffers(model, run.device)
 
@@ -315,17 +315,23 @@ def close(model: nn.Module) -> None:
     TierIOError
         If the last step could not be committed; the run has ended all the same.
     """
-    param = next(model.parameters(), None)
-    residence = residence_of(param) if param is not None else None
-    if residence is not None:
-        residence.run.close()
+    run = _find_run(model.parameters())
+    if run is not None:
+        run.close()
 
 
-def _run_of(param: torch.Tensor | None) -> Run:
-    residence = residence_of(param) if param is not None else None
-    if residence is None or not isinstance(residence.run, Run):
+def _run_of(params: Iterable[torch.Tensor]) -> Run:
+    run = _find_run(params)
+    if run is None:
         raise ConfigError("the model is not offloaded: call zo.offload(model) first")
-    return residence.run
+    return run
+
+
+def _find_run(params: Iterable[torch.Tensor]) -> Run | None:
+    """Whose run the first is of that has one: some may have come since."""
+    residences = (residence_of(param) for param in params)
+    residence = next((found for found in residences if found is not None), None)
+    return residence.run if residence is not None and isinstance(residence.run, Run) else None
 
 
 def _collectives(ranks: dist.ProcessGroup | DeviceMesh | None) -> Collectives:

@@ -303,7 +303,11 @@ def _tell_durability(plan: AnnouncedPlan, config: OffloadConfig) -> None:
 
 def _hook_points(found: Iterable[UnitModules], units: Iterable[Unit]) -> list[HookPoint]:
     by_name = {unit.name: unit for unit in units}
-    return [HookPoint(item.name, item.module, (by_name[name] for name in item.needs)) for item in found]
+    *points, root = (HookPoint(item.name, item.module, (by_name[name] for name in item.needs)) for item in found)
+    standing_by = [
+        HookPoint(name, module, root.units, stands_by=True) for item in found for name, module in item.standing_by
+    ]
+    return [*points, *standing_by, root]
 
 
 def _hand_over(model: nn.Module, units: Sequence[Unit], resources: Resources, parts: Parts, *, continues: bool) -> None:

@@ -18,6 +18,10 @@ from zerooffload.sharding.unit import Unit
 class Moments(Protocol):
     """What happens at the boundaries of a hook point."""
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a call of some hook point is, in forward or in backward."""
+
     def pre_forward(self, point: HookPoint) -> None:
         """Its forward begins."""
 
@@ -39,19 +43,23 @@ class HookPoint:
     name : str
     units : tuple[Unit, ...]
     phase : StateMachine[Phase]
+    stands_by : bool
+        Nothing happens at its boundaries in a call of another point.
     num_backward_calls : int
         Calls of the module whose backward is under way.
     """
 
-    def __init__(self, name: str, module: nn.Module, units: Iterable[Unit]) -> None:
+    def __init__(self, name: str, module: nn.Module, units: Iterable[Unit], *, stands_by: bool = False) -> None:
         self.name = name
+        self.stands_by = stands_by
         self.module = module
         self.units = tuple(units)
         self.phase = StateMachine(f"hook point {name}", Phase.IDLE, PHASE_TRANSITIONS)
         self.num_backward_calls = 0
         self.num_forward_calls = 0
         self.ends_with_its_gradients = False
-        self._inputs: list[list[torch.Tensor]] = []
+        # Of each call that is under way; None for one in which it stands by.
+        self._inputs: list[list[torch.Tensor] | None] = []
 
     def install(self, moments: Moments) -> list[RemovableHandle]:
         """Put the hooks on the module."""
@@ -69,6 +77,9 @@ class HookPoint:
         self._inputs.clear()
 
     def _before(self, moments: Moments, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self.stands_by and moments.is_under_way:
+            self._inputs.append(None)
+            return args, kwargs
         moments.pre_forward(self)
         args, kwargs, inputs = own_views_of_inputs(args, kwargs)
         self._inputs.append(inputs)
@@ -76,6 +87,8 @@ class HookPoint:
 
     def _after(self, moments: Moments, output: Any) -> None:
         inputs = self._inputs.pop() if self._inputs else []
+        if inputs is None:
+            return
         recomputing = self.phase.current is not Phase.FORWARD
         moments.post_forward(self)
         if recomputing or not torch.is_grad_enabled():

@@ -1,5 +1,7 @@
 """Calls that know nothing of offloading: each works within the budget, or is refused with what to do instead.
 
+A forward is refused when parameters are not those any more that were offloaded (resized embeddings, new adapters).
+
 `state_dict` and `load_state_dict` go through the homes; `.to` and its kin are let through where they change nothing
 about the parameters; `copy.deepcopy` and pickling are refused, because a placeholder copies without an error.
 """
@@ -46,6 +48,7 @@ def make_ordinary_calls_right(model: nn.Module, run: Run) -> None:
         if any(residence_of(param) is not None for param in module.parameters(recurse=False)):
             module.__dict__["_save_to_state_dict"] = _saving_placeholders(module)
             _hook_state_dict(module, run, copies, loading)
+    run.keep_hook(model.register_forward_pre_hook(_refuse_other_parameters(model), prepend=True))
     run.at_close(lambda: _end_guards(guarded, values_are_gone=run_moves))
 
 
@@ -60,6 +63,23 @@ def _end_guards(guarded: list[weakref.ref[nn.Module]], *, values_are_gone: bool)
             continue
         for name in _GUARDED:
             module.__dict__.pop(name, None)
+
+
+def _refuse_other_parameters(model: nn.Module) -> Callable[[nn.Module, Any], None]:
+    """A hook that sees to it that all parameters are those that the run knows: it keeps them alive."""
+    known = [id(param) for param in model.parameters()]
+
+    def check(module: nn.Module, _args: Any) -> None:
+        if [id(param) for param in module.parameters()] == known:
+            return
+        others = [name for name, param in module.named_parameters() if id(param) not in known]
+        raise ConfigError(
+            f"parameters were replaced, added or taken away after zo.offload ({', '.join(others[:3]) or 'taken away'}),"
+            " and would not be trained: take model.state_dict(), call zo.close(model), change a model that has these"
+            " values, and offload that"
+        )
+
+    return check
 
 
 def _refusal(what: str, instead: str) -> Callable[..., NoReturn]:

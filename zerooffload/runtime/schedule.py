@@ -64,7 +64,7 @@ class Schedule:
         self._residency = residency
         self._gradients = gradients
         self._owner = owner
-        self._order = AccessOrder([point.name for point in points])
+        self._order = AccessOrder([point.name for point in points if not point.stands_by])
         self._backward_is_open = False
         self._awaited: dict[int, int] = {}
         # The innermost last: calls whose forward, or whose backward, is under way.

@@ -3,7 +3,9 @@
 [Note: units and hook points]
 A *unit* owns parameters and is what moves. A *hook point* is a module at whose boundaries something happens; it names
 the units whose parameters its forward uses. They differ where weights are tied: a head that shares the embedding's
-weight owns nothing, but its hook point needs the embedding's unit.
+weight owns nothing, but its hook point needs the embedding's unit. Modules with parameters of the root's unit *stand
+by*: they are hook points where the model is entered at one of them, and not at the root (`generate` of an adapter's
+wrapper, an encoder called alone).
 """
 
 from __future__ import annotations
@@ -33,12 +35,15 @@ class UnitModules:
         For each parameter that the unit owns, all its names, the first one first.
     needs : tuple[str, ...]
         Names of the units whose parameters the module's forward uses, its own included.
+    standing_by : tuple[tuple[str, torch.nn.Module], ...]
+        Of the root: modules whose own parameters are among its unit's.
     """
 
     name: str
     module: nn.Module
     param_names: tuple[tuple[str, ...], ...]
     needs: tuple[str, ...]
+    standing_by: tuple[tuple[str, nn.Module], ...] = ()
 
 
 ROOT_NAME = "(root)"
@@ -71,6 +76,7 @@ def find_units(model: nn.Module, spec: UnitSpec) -> list[UnitModules]:
             module,
             tuple(owned.get(name, ())),
             tuple(dict.fromkeys(owner_of[key] for key in used[name])),
+            tuple(_standing_by(model, points)) if name == ROOT_NAME else (),
         )
         for name, module in points.items()
     ]
@@ -143,6 +149,14 @@ def _output_embeddings(model: nn.Module) -> nn.Module | None:
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
     return head if isinstance(head, nn.Module) else None
+
+
+def _standing_by(model: nn.Module, points: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    inside = tuple(f"{name}." for name in points if name != ROOT_NAME)
+    for name, module in model.named_modules():
+        is_in_point = name in points or f"{name}.".startswith(inside)
+        if name and not is_in_point and next(module.parameters(recurse=False), None) is not None:
+            yield name, module
 
 
 def _own_parameters(name: str, module: nn.Module, points: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -14,6 +14,8 @@ from zerooffload.runtime.hook_points import HookPoint, in_backward, own_views_of
 class Moments:
     """Writes down what happens."""
 
+    is_under_way = False
+
     def __init__(self) -> None:
         self.log: list[str] = []
 

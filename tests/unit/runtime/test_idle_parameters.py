@@ -19,6 +19,11 @@ BLOCK_NBYTES = 4096
 """Of the range of a block, whose weight and bias take less."""
 
 
+@pytest.fixture(params=["host", "nvme"])
+def tier(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 class Squared(torch.autograd.Function):
     """Reads a parameter in backward that autograd does not know of."""
 
@@ -83,12 +88,25 @@ def held(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+def backward(model: nn.Module, tokens: torch.Tensor) -> nn.Module:
+    model(tokens).backward()
+    return model
+
+
+def whole_gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    with zo.full_params(backward(model, tokens), grads=True):
+        return {name: param.grad.clone() for name, param in model.named_parameters()}
+
+
+def grow(embedding: nn.Embedding) -> nn.Embedding:
+    return nn.Embedding.from_pretrained(torch.cat([embedding.weight.detach(), torch.ones(8, 16)]), freeze=False)
+
+
 def assert_same(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == plain.keys()
     assert all(torch.equal(ours[name], plain[name]) for name in plain)
 
 
-@pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_module_computes_with_another_ones_parameters(offload: Offload, tier: str, *, in_backward: bool) -> None:
     model, plain = offload(Borrower(), tier), Borrower()
@@ -149,3 +167,59 @@ def test_a_model_computes_with_no_other_models_parameters(offload: Offload, make
     student.blocks[2].register_forward_hook(lambda *_: teacher.head.weight.sum())
     with pytest.raises(zo.ConfigError, match=r"head\.weight was used outside of the model's forward"):
         student(hidden_input())
+
+
+def test_a_model_can_be_entered_at_a_module_inside(offload: Offload, make_net: Any, tier: str) -> None:
+    """The root, whose unit has the head's parameters, is not called."""
+    model, plain = offload(make_net(), tier), make_net()
+    for net in (model, plain):
+        for step in range(2):
+            hidden = net.layers[0](hidden_input(step))
+            net.head(hidden).square().mean().backward()
+    with zo.full_params(model, grads=True):
+        ours = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+    assert_same(ours, {name: param.grad for name, param in plain.named_parameters() if param.grad is not None})
+    with torch.no_grad():
+        assert torch.equal(model.unembed(hidden_input()), plain.unembed(hidden_input()))
+
+
+def replace(net: nn.Module) -> None:
+    net.embed = nn.Embedding(40, 16)
+
+
+def add(net: nn.Module) -> None:
+    net.layers[1].register_parameter("adapter", nn.Parameter(torch.ones(2)))
+
+
+def take_away(net: nn.Module) -> None:
+    net.head.bias = None
+
+
+@pytest.mark.parametrize("change", [replace, add, take_away])
+def test_a_model_whose_parameters_are_others_is_refused(
+    offload: Offload, make_net: Any, tokens: torch.Tensor, tier: str, change: Callable[[nn.Module], None]
+) -> None:
+    model = offload(make_net(), tier)
+    model(tokens)
+    change(model)
+    for training in (True, False):
+        with torch.set_grad_enabled(training), pytest.raises(zo.ConfigError, match=r"call zo\.close\(model\)"):
+            model(tokens)
+
+
+def test_a_model_is_changed_between_two_runs(offload: Offload, make_net: Any, tokens: torch.Tensor, tier: str) -> None:
+    """As the error says: embeddings get more rows."""
+    model, plain = offload(make_net(), tier), make_net()
+    state = model.state_dict()
+    zo.close(model)
+    grown = make_net(seed=1)
+    for net in (grown, plain):
+        net.embed = grow(net.embed)
+    state["embed.weight"] = torch.cat([state["embed.weight"], torch.ones(8, 16)])
+    grown.load_state_dict(state)
+    offload(grown, tier)
+    assert torch.equal(grown(tokens + 30), plain(tokens + 30))
+    assert_same(
+        whole_gradients(grown, tokens + 30),
+        {name: param.grad for name, param in backward(plain, tokens + 30).named_parameters()},
+    )
