@@ -13,6 +13,7 @@ from zerooffload.optim.record import MASTER, REMAINDER, OptimizerStates
 from zerooffload.optim.rules import RULES
 from zerooffload.optim.rules.rule import step_scalars
 from zerooffload.sharding.layout import FlatLayout
+from zerooffload.sharding.stored import parts_of
 from zerooffload.tiers.records import RecordLayout
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -47,6 +48,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         params = dict(model.named_parameters(remove_duplicate=False))
         dtype = _DTYPES[compute_dtype]
         for param in model.parameters():
+            if parts_of(param):
+                # Frozen bytes.
+                continue
             master = param.detach().clone().reshape(-1)
             if dtype is torch.bfloat16:
                 param.data = reference.split_master(master)[0].view(param.shape).clone()
@@ -96,7 +100,9 @@ class ReferenceOptimizer(torch.optim.Optimizer):
     def values_changed_by_hand(self, params: Iterable[torch.Tensor], before: Iterable[torch.Tensor]) -> None:
         """Where values were changed, what their masters had beyond them belonged to the old ones."""
         for param, old in zip(params, before, strict=True):
-            record = self._records.get(param, {})
+            record = self._records.get(param)
+            if record is None:
+                continue
             changed = (param.detach() != old).reshape(-1)
             if REMAINDER.name in record:
                 record[REMAINDER.name][changed] = 0

@@ -22,6 +22,7 @@ from zerooffload.runtime.ordinary_calls import make_ordinary_calls_right
 from zerooffload.sharding.grouping import find_units
 from zerooffload.sharding.layout import FlatLayout, ParamSpec, lay_out
 from zerooffload.sharding.registry import residence_of
+from zerooffload.sharding.stored import stored_tensors
 
 ParamGroups = Iterable[torch.Tensor] | list[dict[str, Any]]
 
@@ -258,7 +259,7 @@ def flat_layouts(
     model: nn.Module, *, trainable: bool | None = True, world_size: int = 1, block_numel: int = 1
 ) -> Iterator[FlatLayout]:
     """The flat buffers that the model is cut into, by the package's own pure code; all of them with None."""
-    params = dict(model.named_parameters(remove_duplicate=False))
+    params = dict(stored_tensors(model))
     for unit in find_units(model, "auto"):
         groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
         for names in unit.param_names:

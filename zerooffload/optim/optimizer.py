@@ -14,7 +14,7 @@ from zerooffload.optim.rules.rule import step_scalars
 from zerooffload.sharding.registry import Residence, residence_of
 
 Params: TypeAlias = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
-ScalarsOf: TypeAlias = Callable[[nn.Parameter, int, float], StepScalars | None]
+ScalarsOf: TypeAlias = Callable[[torch.Tensor, int, float], StepScalars | None]
 
 
 class OptimizerRun(Protocol):
@@ -132,7 +132,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         group_of = {id(param): group for group in self.param_groups for param in group["params"]}
         made: dict[tuple[int, int, float], StepScalars] = {}
 
-        def scalars_of(param: nn.Parameter, step: int, grad_factor: float) -> StepScalars | None:
+        def scalars_of(param: torch.Tensor, step: int, grad_factor: float) -> StepScalars | None:
             group = group_of.get(id(param))
             if group is None:
                 return None

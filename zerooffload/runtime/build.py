@@ -47,6 +47,7 @@ from zerooffload.sharding.flat import Flat
 from zerooffload.sharding.grouping import UnitModules, find_units
 from zerooffload.sharding.layout import ParamSpec, lay_out
 from zerooffload.sharding.registry import register, residence_of
+from zerooffload.sharding.stored import is_opaque, stored_tensors
 from zerooffload.sharding.unit import Unit, UnitFlat, new_training_states
 from zerooffload.telemetry import Waits, process_resident_bytes
 from zerooffload.telemetry.recorder import CountingRecorder
@@ -115,7 +116,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
     _check_model(model)
     baseline_bytes = process_resident_bytes()
     found = find_units(model, config.units)
-    params_of = dict(model.named_parameters(remove_duplicate=False))
+    params_of = dict(stored_tensors(model))
     world_size = env.collectives.world_size
     layouts = [_unit_layout(unit, params_of, config, world_size) for unit in found]
     plan = agree(env.collectives, lambda: _announce(layouts, config, env), "planning")
@@ -183,7 +184,7 @@ def _take_resources_together(
 
 
 def _with_units(
-    resources: Resources, plan: AnnouncedPlan, params_of: dict[str, nn.Parameter], env: Environment
+    resources: Resources, plan: AnnouncedPlan, params_of: dict[str, torch.Tensor], env: Environment
 ) -> tuple[Resources, list[Unit]]:
     """The resources, and the units that lie in them."""
     try:
@@ -196,9 +197,11 @@ def _with_units(
 
 
 def _check_model(model: nn.Module) -> None:
-    for name, param in model.named_parameters():
+    for name, param in stored_tensors(model):
         if residence_of(param) is not None:
             raise ConfigError(f"the model is offloaded already (parameter {name}): call zo.close(model) first")
+        if param.is_meta and is_opaque(param):
+            raise ConfigError(f"{name} has no values, and no module could give it any: load a quantized model first")
         if not param.is_meta and param.untyped_storage().nbytes() < param.numel() * param.element_size():
             raise ConfigError(f"parameter {name} has no values: it belonged to a run that was closed")
         if param.grad is not None:
@@ -206,13 +209,13 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _unit_layout(
-    unit: UnitModules, params_of: dict[str, nn.Parameter], config: OffloadConfig, world_size: int
+    unit: UnitModules, params_of: dict[str, torch.Tensor], config: OffloadConfig, world_size: int
 ) -> UnitLayout:
     """Group a unit's parameters into flats of one dtype and one `requires_grad`."""
     groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
     for names in unit.param_names:
         param = params_of[names[0]]
-        dtype = config.torch_compute_dtype if param.is_floating_point() else None
+        dtype = config.torch_compute_dtype if param.is_floating_point() and not is_opaque(param) else None
         spec = ParamSpec(names[0], tuple(param.shape), names[1:])
         groups.setdefault((dtype or param.dtype, param.requires_grad), []).append(spec)
     flats = [
@@ -258,12 +261,12 @@ def _optimizer_states(config: OffloadConfig) -> OptimizerStates:
     return OptimizerStates(config.algorithm, config.moments)
 
 
-def _make_unit(unit: UnitPlacement, params_of: dict[str, nn.Parameter], resources: Resources, env: Environment) -> Unit:
+def _make_unit(unit: UnitPlacement, params_of: dict[str, torch.Tensor], resources: Resources, env: Environment) -> Unit:
     return Unit(unit.name, [_make_flat(flat, params_of, resources, env) for flat in unit.flats])
 
 
 def _make_flat(
-    placed: FlatPlacement, params_of: dict[str, nn.Parameter], resources: Resources, env: Environment
+    placed: FlatPlacement, params_of: dict[str, torch.Tensor], resources: Resources, env: Environment
 ) -> UnitFlat:
     accelerator = env.accelerator
     params = [params_of[slot.param.name] for slot in placed.layout.slots]
@@ -335,6 +338,7 @@ def _with_values(model: nn.Module, units: Sequence[Unit]) -> Iterator[Unit]:
     if not is_on_meta(model):
         yield from units
         return
-    filled = materialize(model, torch.device("cpu"), [unit.parameters() for unit in units])
+    groups = [[param for param in unit.parameters() if isinstance(param, nn.Parameter)] for unit in units]
+    filled = materialize(model, torch.device("cpu"), groups)
     for _, unit in zip(filled, units, strict=True):
         yield unit

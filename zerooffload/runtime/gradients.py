@@ -27,7 +27,6 @@ from contextlib import suppress
 from functools import partial
 
 import torch
-from torch import nn
 
 from zerooffload.accelerator import DeviceRange
 from zerooffload.errors import BudgetError, ConfigError, InternalError, TierIOError
@@ -97,7 +96,7 @@ class GradientPath:
         self._open: dict[int, _Collection] = {}
         self._leaving: deque[_Collection] = deque()
         self._is_begun = False
-        self._lost: list[nn.Parameter] = []
+        self._lost: list[torch.Tensor] = []
         self._loss: BaseException | None = None
         self._has_told_of_rounding = False
 

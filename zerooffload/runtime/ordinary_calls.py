@@ -21,6 +21,7 @@ from zerooffload.errors import ConfigError
 from zerooffload.runtime.param_access import keep_lease
 from zerooffload.runtime.run import Run
 from zerooffload.sharding.registry import Residence, residence_of
+from zerooffload.sharding.stored import parts_of, rebuilt
 from zerooffload.sharding.unit import Unit
 
 _GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__", "load_state_dict", "_save_to_state_dict")
@@ -186,13 +187,20 @@ def _hook_state_dict(
 
 
 def _copy_for(
-    state: Mapping[str, Any], param: nn.Parameter, residence: Residence, run: Run, copies: WeakIdKeyDictionary
+    state: Mapping[str, Any], param: torch.Tensor, residence: Residence, run: Run, copies: WeakIdKeyDictionary
 ) -> torch.Tensor:
     """A copy of the values, leased from the host's budget while it lives; one for all names of a tied weight."""
     if residence.part.flat.layout.slots[residence.slot_index].param.aliases:
         for value in state.values():
             if isinstance(value, torch.Tensor) and copies.get(value) == id(param):
                 return value
+    parts = parts_of(param)
+    if parts:
+        inside = {name: (part, residence_of(part)) for name, part in parts.items()}
+        return rebuilt(
+            param,
+            {name: _copy_for(state, part, lives, run, copies) for name, (part, lives) in inside.items() if lives},
+        )
     lease = run.access.lease_copies(param.numel() * param.dtype.itemsize)
     copy = run.access.read_parameter(residence)
     keep_lease(lease, [copy])

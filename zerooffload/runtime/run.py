@@ -155,7 +155,7 @@ class Run:
                     self._handles += self._hook_gradient(unit, part, training, index, param)
 
     def _hook_gradient(
-        self, unit: Unit, part: UnitFlat, training: TrainingStates, index: int, param: nn.Parameter
+        self, unit: Unit, part: UnitFlat, training: TrainingStates, index: int, param: torch.Tensor
     ) -> list[RemovableHandle]:
         # Autograd keeps these hooks where the garbage collector does not look: one that held the run, which holds the
         # parameter, would keep both for ever.

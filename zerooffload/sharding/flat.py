@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from zerooffload.errors import ConfigError
 from zerooffload.sharding.idle import set_idle, set_in_use
@@ -25,11 +24,11 @@ class Flat:
     Attributes
     ----------
     layout : FlatLayout
-    params : tuple[torch.nn.Parameter, ...]
-        In the order of the layout's slots.
+    params : tuple[torch.Tensor, ...]
+        In the order of the layout's slots; all that are trained are `torch.nn.Parameter`s.
     """
 
-    def __init__(self, layout: FlatLayout, params: Sequence[nn.Parameter], device: torch.device) -> None:
+    def __init__(self, layout: FlatLayout, params: Sequence[torch.Tensor], device: torch.device) -> None:
         self.layout = layout
         self.params = tuple(params)
         self._device = device

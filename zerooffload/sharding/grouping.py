@@ -14,10 +14,12 @@ import fnmatch
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from zerooffload.config import UnitSpec
 from zerooffload.errors import ConfigError
+from zerooffload.sharding.stored import stored_tensors
 
 # A ModuleList with less than this part of the model's parameters is no list of its blocks.
 _BLOCKS_LEAST_PART = 0.1
@@ -159,11 +161,11 @@ def _standing_by(model: nn.Module, points: dict[str, nn.Module]) -> Iterator[tup
             yield name, module
 
 
-def _own_parameters(name: str, module: nn.Module, points: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def _own_parameters(name: str, module: nn.Module, points: dict[str, nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters in a hook point's subtree, those of hook points nested in it left out."""
     prefix = "" if name == ROOT_NAME else f"{name}."
     nested = tuple(f"{other}." for other in points if other not in (name, ROOT_NAME) and f"{other}.".startswith(prefix))
-    for path, param in module.named_parameters(remove_duplicate=False):
+    for path, param in stored_tensors(module):
         full = f"{prefix}{path}"
         if not full.startswith(nested):
             yield full, param
@@ -171,7 +173,7 @@ def _own_parameters(name: str, module: nn.Module, points: dict[str, nn.Module]) 
 
 def _names_by_identity(model: nn.Module) -> dict[int, tuple[str, ...]]:
     names: dict[int, tuple[str, ...]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
+    for name, param in stored_tensors(model):
         names[id(param)] = (*names.get(id(param), ()), name)
     return names
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zerooffload.sharding.stored import parts_of
+
 if TYPE_CHECKING:
     from zerooffload.sharding.unit import Unit, UnitFlat
 
@@ -51,7 +53,9 @@ def forget(unit: Unit) -> None:
 
 
 def residence_of(param: torch.Tensor) -> Residence | None:
-    """Where `param` lives, or None for one that is not offloaded."""
+    """Where `param` lives, or None for one that is not offloaded. What is made of others lives where the first does."""
+    for part in parts_of(param).values():
+        return residence_of(part)
     weak = _residences.get(param)
     if weak is None:
         return None

@@ -190,7 +190,7 @@ class Unit:
                 part.flat.let_be_used()
                 part.flat.show_full()
 
-    def parameters(self) -> list[torch.nn.Parameter]:
+    def parameters(self) -> list[torch.Tensor]:
         """All parameters."""
         return [param for part in self.parts for param in part.flat.params]
 
