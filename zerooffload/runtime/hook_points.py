@@ -62,14 +62,12 @@ class HookPoint:
         self._inputs: list[list[torch.Tensor] | None] = []
 
     def install(self, moments: Moments) -> list[RemovableHandle]:
-        """Put the hooks on the module."""
+        """Put the hooks on the module. `torch.compile` runs them as they are, and compiles what is between."""
+        before = torch.compiler.disable(lambda _, args, kwargs: self._before(moments, args, kwargs))
+        after = torch.compiler.disable(lambda _module, _args, output: self._after(moments, output))
         return [
-            self.module.register_forward_pre_hook(
-                lambda _, args, kwargs: self._before(moments, args, kwargs), with_kwargs=True, prepend=True
-            ),
-            self.module.register_forward_hook(
-                lambda _module, _args, output: self._after(moments, output), always_call=True
-            ),
+            self.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            self.module.register_forward_hook(after, always_call=True),
         ]
 
     def forget_inputs(self) -> None:

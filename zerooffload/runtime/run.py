@@ -42,6 +42,7 @@ from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.runtime.updating import UpdatePolicy, Updating
 from zerooffload.runtime.watching import watched
 from zerooffload.sharding.collectives import Collectives, StepAgreement, agree
+from zerooffload.sharding.placeholders import OffloadedGradient
 from zerooffload.sharding.registry import Residence, forget, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 from zerooffload.telemetry import Listener, StepReport, Work, process_peak_bytes
@@ -162,15 +163,30 @@ class Run:
         run, its_unit = weakref.ref(self), weakref.ref(unit)
         its_part, its_training = weakref.ref(part), weakref.ref(training)
 
+        # The user's hooks that were there before run before ours, which takes the gradient away.
+        is_seen = bool(param._post_accumulate_grad_hooks)
+
         def coming(_: torch.Tensor) -> None:
-            owner = run()
-            if owner is not None:
-                owner._schedule.gradient_coming()
+            owner, of_part = run(), its_part()
+            if owner is None or of_part is None:
+                return
+            owner._schedule.gradient_coming()
+            if isinstance(of_part.flat.params[index].grad, OffloadedGradient):
+                raise ConfigError(
+                    f"{of_part.flat.layout.slots[index].param.name} got two gradients in one backward, because"
+                    " reentrant checkpoints share it: use torch.utils.checkpoint with use_reentrant=False"
+                )
 
         def arrived(_: torch.Tensor) -> None:
             owner, of_unit, of_part, of_training = run(), its_unit(), its_part(), its_training()
             if owner is None or of_unit is None or of_part is None or of_training is None:
                 raise InternalError("a gradient arrived for a run that is gone")
+            if is_seen and of_training.held[index]:
+                raise ConfigError(
+                    f"{of_part.flat.layout.slots[index].param.name} has a post-accumulate hook, which would see the"
+                    " gradient of the last backward, and not the sum of several: use param.register_hook, or read sums"
+                    " inside zo.full_params(module, grads=True)"
+                )
             owner._schedule.gradient_arrived(of_unit, of_part, of_training, index)
 
         return [param.register_hook(coming), param.register_post_accumulate_grad_hook(arrived)]

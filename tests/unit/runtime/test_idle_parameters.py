@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import zerooffload as zo
 
@@ -193,6 +194,34 @@ def add(net: nn.Module) -> None:
 
 def take_away(net: nn.Module) -> None:
     net.head.bias = None
+
+
+class Twice(nn.Module):
+    """Calls a block twice, each time in a checkpoint."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.use_reentrant = use_reentrant
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            hidden = checkpoint(self.blocks[0], hidden, use_reentrant=self.use_reentrant)
+        return self.blocks[1](hidden).square().mean()
+
+
+def test_reentrant_checkpoints_that_share_a_parameter_are_refused(offload: Offload, tier: str) -> None:
+    """Each adds to its gradient in a backward of its own, and the first part has left by then."""
+    model = offload(Twice(use_reentrant=True), tier)
+    loss = model(hidden_input().requires_grad_())
+    with pytest.raises(zo.ConfigError, match=r"blocks\.0\.\w+ got two gradients.*use_reentrant=False"):
+        loss.backward()
+
+
+def test_checkpoints_may_share_a_parameter(offload: Offload, tier: str) -> None:
+    model, plain = offload(Twice(use_reentrant=False), tier), Twice(use_reentrant=False)
+    assert_same(offloaded_gradients(model, steps=2), gradients(plain, steps=2))
 
 
 @pytest.mark.parametrize("change", [replace, add, take_away])
