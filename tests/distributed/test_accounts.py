@@ -74,11 +74,13 @@ def expected_leases(homes: Homes, world_size: int, dtype: str) -> dict[str, int]
     # With ample memory no chunk has to leave the ring: each flat is one.
     tiers["host"] += (max(4, len(flats)) if "nvme" in homes[:2] else 4) * slot
     tiers["host"] += 2 * up(max(shards), PAGE) * (gradients == "nvme")
-    # Whole units on the device: all parameters that move, and twice the largest unit and the root's of gradients.
+    # Whole units on the device: all parameters that move; of gradients twice the largest unit and the root's, and with
+    # several ranks, where they leave in one order whatever they come in, what is left over: all.
     whole = [up(flat.whole, PAGE) for flat in flats]
     moves, collects = (world_size > 1 or home == "nvme" for home in (params, gradients))
     root = whole[list(units(small_gpt2())).index("root")]
-    tiers["device"] += moves * sum(whole) + collects * min(sum(whole), 2 * (max(whole) + root))
+    gathering = sum(whole) if world_size > 1 else min(sum(whole), 2 * (max(whole) + root))
+    tiers["device"] += moves * sum(whole) + collects * gathering
     # On a CPU the device's bytes are the host's.
     tiers["host"] += tiers["device"]
     if homes[:2] == ("nvme", "nvme"):

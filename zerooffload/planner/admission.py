@@ -130,7 +130,12 @@ def _fit_collecting(placement: Placement, limits: Limits, collection_nbytes: int
         return misfit
     window_nbytes = min(window.most_nbytes, window.least_nbytes + _room(least, limits))
     full = (*claims, *_claim(_WINDOW, window_nbytes))
-    return AnnouncedPlan(placement, limits, window_nbytes, collection_nbytes, full)
+    plan = AnnouncedPlan(placement, limits, window_nbytes, collection_nbytes, full)
+    if not placement.reduces_in_order:
+        return plan
+    # Gradients that come in another order than they leave in all gather: what is left over is for them.
+    most = max(placement.collection.most_nbytes, collection_nbytes)
+    return plan.with_windows(window_nbytes, min(most, collection_nbytes + _room(full, limits)))
 
 
 def _claim(holder: str, nbytes: int) -> tuple[Claim, ...]:

@@ -195,6 +195,11 @@ class Placement:
         return not self.reach.device_shares_host or self.num_staged_chunks > 0
 
     @property
+    def reduces_in_order(self) -> bool:
+        """Whether several ranks reduce gradients, which they do in one order."""
+        return any(flat.collects and flat.layout.world_size > 1 for unit in self.units for flat in unit.flats)
+
+    @property
     def num_kept_chunks(self) -> int:
         """Chunks of this rank that a committed step names."""
         states = (state for unit in self.units for flat in unit.flats for state in flat.states())
