@@ -1,0 +1,242 @@
+"""The table of what works with what: its cells, and the page that shows them.
+
+A cell is a training of one kind of model, in one kind of loop, with its states in one place, on one rank or two, under
+one stage. It is equal, bit for bit, to the same training in plain PyTorch with the reference optimizer, or refused with
+the error that the page names.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.compatible_loops import LOOPS, NUM_STEPS
+from support.compatible_models import MODELS, KindOfModel, add_up_by_block
+from support.environments import Homes, least_memory, simulated
+from support.reference_training import Outcome, Recipe, differences, train_offloaded
+from support.thoroughness import EXHAUSTIVE
+from torch import nn
+
+import zerooffload as zo
+
+BASE_LOOP = "two micro-steps, clipping"
+LOOP_MODELS = ("Llama", "LoRA", "packed experts")
+"""All loops go with these; the other models with the base loop, unless all is gone through."""
+STAGES = (3,)
+_AMPLE = "16MiB"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the states are.
+
+    Attributes
+    ----------
+    homes : Homes
+    what : str
+        For the page.
+    is_simulated : bool
+        On a device with memory of its own, whose copies come as late as they may.
+    """
+
+    homes: Homes
+    what: str
+    is_simulated: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether parameters leave the device."""
+        return self.is_simulated or "nvme" in self.homes
+
+
+PLACES: dict[str, Place] = {
+    "host": Place(("host", "host", "host"), "a CPU as device, all states in memory"),
+    "nvme": Place(
+        ("nvme", "nvme", "nvme"), "a CPU as device, all states on nvme, in the least memory where nothing wants more"
+    ),
+    "device": Place(
+        ("nvme", "host", "device"),
+        "a (simulated) device with memory of its own, states on all tiers, in as little",
+        True,
+    ),
+}
+RANK_PLACES: dict[str, Homes] = {"2 ranks, host": ("host", "host", "host"), "2 ranks, nvme": ("nvme", "nvme", "nvme")}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One on one rank."""
+
+    model: str
+    loop: str
+    place: str
+    stage: int = 3
+
+    @property
+    def kind(self) -> KindOfModel:
+        """The model."""
+        return MODELS[self.model]
+
+    @property
+    def refused(self) -> str:
+        """What the error says, or nothing."""
+        loop = LOOPS[self.loop]
+        return loop.refused if PLACES[self.place].moves or not loop.refused_where_away else ""
+
+    def __str__(self) -> str:
+        return f"{self.model}-{self.loop}-{self.place}"
+
+
+def cells() -> list[Cell]:
+    """All of the table, or with ZEROOFFLOAD_TEST_EXHAUSTIVE all that there could be."""
+    pairs = list(dict.fromkeys([*((model, BASE_LOOP) for model in MODELS), *itertools.product(LOOP_MODELS, LOOPS)]))
+    if EXHAUSTIVE:
+        pairs = list(itertools.product(MODELS, LOOPS))
+    return [
+        Cell(model, loop, place, stage)
+        for model, loop in pairs
+        for place in PLACES
+        for stage in STAGES
+        if _can_be(model, loop)
+    ]
+
+
+def _can_be(model: str, loop: str) -> bool:
+    """Whether the loop means anything for the model."""
+    kind = MODELS[model]
+    has = {"": True, "blocks": kind.blocks is not None, "language": kind.is_language_model}
+    return has[LOOPS[loop].needs]
+
+
+def recipe_of(model: str, loop: str) -> Recipe:
+    """What is trained."""
+    kind = MODELS[model]
+    given: dict[str, Any] = {"build": kind.build, "loss": kind.loss, "num_steps": NUM_STEPS}
+    return Recipe(**{**given, **LOOPS[loop].changes(kind)})
+
+
+def plain_recipe(recipe: Recipe, kind: KindOfModel) -> Recipe:
+    """The same in plain PyTorch, with the sums of gradients in the same order."""
+    if not kind.shares_inputs:
+        return recipe
+
+    def prepare(model: nn.Module) -> None:
+        recipe.prepare(model)
+        add_up_by_block(model)
+
+    return replace(recipe, prepare=prepare)
+
+
+def train_cell(cell: Cell, recipe: Recipe, folder: Path) -> Outcome:
+    """Offloaded."""
+    place = PLACES[cell.place]
+    config: dict[str, Any] = dict(zip(("params", "optimizer", "gradients"), place.homes, strict=True))
+    config |= {"nvme_paths": [folder], "host_memory": _AMPLE, "device_memory": _AMPLE, "stage": cell.stage}
+    with ExitStack() as stack:
+        environment = stack.enter_context(simulated()) if place.is_simulated else None
+        if place.moves and not cell.kind.borrows and not LOOPS[cell.loop].holds_more:
+            config["device_memory"] = least_memory(recipe, environment, "device_memory", **config)
+        return train_offloaded(recipe, environment, **config)
+
+
+def check_cell(cell: Cell, recipe: Recipe, plain: Outcome | None, folder: Path) -> None:
+    """Fail where the table is not right."""
+    if cell.refused:
+        with pytest.raises(zo.ZeroOffloadError) as refused:
+            train_cell(cell, recipe, folder)
+        assert cell.refused in str(refused.value)
+    else:
+        assert plain is not None
+        assert differences(plain, train_cell(cell, recipe, folder)) == []
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+_INTRODUCTION = """\
+# What works with what
+
+`=` is a training that has the same bits (losses, gradient norms, parameters, buffers) as the same training in plain
+PyTorch with the reference optimizer; a number leads to the error with which it is refused. Each of them is a test, in
+`tests/training/test_compatibility.py` or `tests/distributed/test_compatibility.py`, and this page is written from
+their cells, by `PYTHONPATH=tests python -P tests/support/compatibility.py`. ZeRO stage 3; on several ranks "plain
+PyTorch" is one process that computes each rank's gradients and adds them as the ranks do.
+"""
+
+_NOTES = """\
+## To know
+
+- **Quantized bases.** Frozen parameters of integer dtypes, and tensor subclasses that name the tensors inside them
+  (torchao's, by `__tensor_flatten__`), move as the bytes that they are. Buffers stay on the device whole: keep large
+  ones as parameters. Optimizer states exist for what is trained when `zo.offload` is called, and for nothing else.
+- **Mixed precision.** A model keeps the dtypes that it has, norms and routers in fp32 beside blocks in bf16;
+  `OffloadConfig(compute_dtype=...)` is for all floating-point parameters.
+- **Gradients of a tensor that several blocks use** (an encoder's states, T5's position bias) are added up block by
+  block, and so they are in the plain training that it is compared with; torch adds them in another order.
+- **Parameters used outside of their module** are brought in the forward or backward of any module, which keeps them
+  from then on while it is in use: the window must have room, and the error says how much. Elsewhere:
+  `zo.full_params`.
+- **Checkpoints** in both forms, in a block or around it; reentrant ones that share a parameter (a block called twice)
+  are refused with the advice to use `use_reentrant=False`.
+- **Two graphs at a time** (two forwards, one backward) hold the embeddings of both until both are through: the least
+  window has no room for that, and the error says how much it wants.
+- **Experts.** Tokens may go anywhere: a block of experts is one unit, and an expert that got no token on any rank has
+  no gradient. Where each expert is a unit of its own (`units=[...]`), every rank must call the same ones.
+- **A layer larger than the device budget** is refused by `zo.offload`, with the bytes of each holder and what would
+  help.
+- **torch.compile.** Compile blocks, or their forwards; our hooks are not traced, so `fullgraph=True` is for the
+  forward.
+- **Other weights** (resized embeddings, new adapters): take `model.state_dict()`, `zo.close(model)`, change a model
+  that has these values, and offload that. A forward with parameters that came or went after `zo.offload` is refused.
+- **Alternating with another program**: `zo.release_device` and `zo.reclaim_device`, see [memory](memory.md).
+"""
+
+
+def page() -> str:
+    """The page, in Markdown."""
+    errors: dict[str, int] = {}
+    parts = [
+        _INTRODUCTION,
+        "## Places\n",
+        _table(("place", "states"), ((name, place.what) for name, place in PLACES.items())),
+        "## Models\n",
+        _table(("model", "", *PLACES, *RANK_PLACES), _model_rows(errors)),
+        "## Loops\n",
+        f"With {', '.join(LOOP_MODELS[:-1])} and {LOOP_MODELS[-1]}; with all models where tests are exhaustive.\n",
+        _table(("loop", *PLACES), _loop_rows(errors)),
+        "## Errors\n",
+        "\n".join(f'{number}. "{text}"' for text, number in errors.items()) + "\n",
+        _NOTES,
+    ]
+    return "\n".join(parts)
+
+
+def _model_rows(errors: dict[str, int]) -> Iterator[tuple[str, ...]]:
+    for name, kind in MODELS.items():
+        on_one = (_sign(Cell(name, BASE_LOOP, place).refused, errors) for place in PLACES)
+        on_two = (_sign(kind.refused_on_ranks, errors) for _ in RANK_PLACES)
+        yield (name, kind.what, *on_one, *on_two)
+
+
+def _loop_rows(errors: dict[str, int]) -> Iterator[tuple[str, ...]]:
+    for name in LOOPS:
+        yield (name, *(_sign(Cell(LOOP_MODELS[0], name, place).refused, errors) for place in PLACES))
+
+
+def _sign(refused: str, errors: dict[str, int]) -> str:
+    return f"refused ({errors.setdefault(refused, len(errors) + 1)})" if refused else "="
+
+
+def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+PAGE = Path(__file__).parents[2] / "zerooffload" / "docs" / "compatibility.md"
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
