@@ -29,6 +29,9 @@ ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
 HomeTier = Literal["auto", "device", "host", "nvme"]
 TierChoice = HomeTier | dict[str, HomeTier]
 """One home tier for all units, or one for each `fnmatch` pattern of unit names; the first that matches counts."""
+Activations = Literal["auto", "keep", "device", "host", "nvme"]
+ActivationChoice = Activations | dict[str, Activations]
+"""What becomes of activations in all blocks, or for each `fnmatch` pattern of unit names; the first counts."""
 
 _COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Stage = Literal[0, 1, 2, 3]
@@ -91,6 +94,18 @@ class OffloadConfig(BaseModel):
     """How many backwards add up before each `optimizer.step()`. With more than 1, gradients of bf16 and fp16 parameters
     are added and held in fp32, in 2 more bytes a parameter. None: not said; they add up in their own dtype, as torch's
     do."""
+    micro_batch_size: Annotated[int, Field(ge=1, strict=True)] | None = None
+    """Samples of a slice: each block takes the whole batch and runs it in slices, computed again in backward, so that
+    its parameters move once in each direction of a step. None: blocks run the whole batch at once."""
+    slice_rules: dict[str, Literal["batch", "shared"]] = {}
+    """What a slice gets of a block's argument, where that is not certain: its own samples ("batch"), or all of it
+    ("shared"). By the argument's name, or "unit:argument" with an `fnmatch` pattern for the unit."""
+    activations: ActivationChoice = "auto"
+    """What becomes of a block's activations between forward and backward. "keep": autograd keeps them, and the block is
+    not sliced. "device", "host", "nvme": the block's input alone is kept, there, and the rest computed again. "auto":
+    "device" with `micro_batch_size`, else "keep"."""
+    activation_memory: dict[Literal["device", "host", "nvme"], ByteCount] = {}
+    """Bytes of a tier set aside for inputs of blocks. Without: they take what is left of its budget when they come."""
     atomic_steps: bool = True
     """Commit whole steps on the nvme tier, where all that is trained lives there (or is `durable`): a crash costs at
     most one finished step and the one in progress, and `zo.resume` continues. Takes two slots a chunk, so twice the
@@ -121,6 +136,8 @@ class OffloadConfig(BaseModel):
         wants_nvme = any("nvme" in (c.values() if isinstance(c, dict) else (c,)) for c in choices)
         if wants_nvme and not self.nvme_paths:
             raise ValueError("a state has its home on nvme, but nvme_paths is empty: name a folder on the drive")
+        if self.keeps_activations_on_nvme and not self.nvme_paths:
+            raise ValueError("activations go to nvme, but nvme_paths is empty: name a folder on the drive")
         if self.durable and not self.nvme_paths:
             raise ValueError("durable keeps copies on nvme, but nvme_paths is empty: name a folder on the drive")
         if self.durable and not self.atomic_steps:
@@ -136,6 +153,12 @@ class OffloadConfig(BaseModel):
     def accumulates(self) -> bool:
         """Whether several backwards are said to add up before each step."""
         return (self.accumulation_steps or 1) > 1
+
+    @property
+    def keeps_activations_on_nvme(self) -> bool:
+        """Whether inputs of blocks may go there."""
+        choice = self.activations
+        return "nvme" in (choice.values() if isinstance(choice, dict) else (choice,))
 
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any]) -> Self:

@@ -146,6 +146,7 @@ class SimulatedEngine:
         self._lasting: Fault | None = None
         self._on_files = on_files
         self._contents: dict[str, torch.Tensor] = {}
+        self._growing = threading.Lock()
         self._random = random.Random(seed)  # noqa: S311 - reproducible delays
         self._pool = ThreadPoolExecutor(3) if transfers is Transfers.THREADED else None
         self._is_closed = False
@@ -195,7 +196,8 @@ class SimulatedEngine:
             buffer.fill_(POISON)
         if not self._on_files:
             # Made here and not by several threads at a time.
-            self._content(file)
+            with self._growing:
+                self._content(file)
 
         def happen() -> None:
             self._check_not_lost()
@@ -221,11 +223,12 @@ class SimulatedEngine:
                 move = os.preadv if operation == "read" else os.pwritev
                 move(file.fd, [moved.numpy().data], offset_bytes)
             else:
-                at_home = self._content(file)[offset_bytes : offset_bytes + moved.numel()]
-                if operation == "read":
-                    moved.copy_(at_home)
-                else:
-                    at_home.copy_(moved)
+                with self._growing:
+                    at_home = self._content(file)[offset_bytes : offset_bytes + moved.numel()]
+                    if operation == "read":
+                        moved.copy_(at_home)
+                    else:
+                        at_home.copy_(moved)
         if fault is not None:
             raise TierIOError(
                 operation,
@@ -258,9 +261,13 @@ class SimulatedEngine:
             raise InternalError("an operation was waited for after its engine was closed")
 
     def _content(self, file: OpenFile) -> torch.Tensor:
-        key = os.fspath(file.path)
-        if key not in self._contents:
-            self._contents[key] = torch.full((os.fstat(file.fd).st_size,), POISON, dtype=torch.uint8)
+        key, nbytes = os.fspath(file.path), os.fstat(file.fd).st_size
+        known = self._contents.get(key)
+        if known is None or known.numel() < nbytes:
+            content = torch.full((nbytes,), POISON, dtype=torch.uint8)
+            if known is not None:
+                content[: known.numel()] = known
+            self._contents[key] = content
         return self._contents[key]
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["no_cache"]
 
 SMALL_CHUNK_NUMEL = 4096
+SMALL_PAGE_NBYTES = 4096
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +41,13 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
     """Chunks of 4096 elements, so that a block of a small model is several."""
     monkeypatch.setattr("zerooffload.planner.placement.CHUNK_NUMEL", SMALL_CHUNK_NUMEL)
     return SMALL_CHUNK_NUMEL
+
+
+@pytest.fixture
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Pages of 4096 bytes, so that the input of a block may be several."""
+    monkeypatch.setattr("zerooffload.planner.block_inputs.PAGE_NBYTES", SMALL_PAGE_NBYTES)
+    return SMALL_PAGE_NBYTES
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from zerooffload.telemetry.recorder import CountingRecorder
 
-pytestmark = pytest.mark.usefixtures("small_chunks", "no_cache")
+pytestmark = pytest.mark.usefixtures("small_chunks", "small_pages", "no_cache")
 
 PACKAGE = Path(zerooffload.__file__).parent
 
@@ -93,9 +93,11 @@ class Case:
     on_device: bool = True
     recipe: Recipe = LLAMA
     update: str = "after_backward"
+    activations: str = "keep"
 
 
 NVME: Homes = ("nvme", "nvme", "nvme")
+DEVICE: Homes = ("device", "device", "device")
 CASES: dict[tuple[str, Wait], list[Case]] = {
     ("fetch.finish", Wait.PARAMETER_READ): [Case(("nvme", "host", "host"), on_device=False)],
     ("fetch._copy_first", Wait.PARAMETER_READ): [Case(("nvme", "host", "host"))],
@@ -139,15 +141,31 @@ CASES: dict[tuple[str, Wait], list[Case]] = {
     ("update_queue._land_first", Wait.STATE_WRITE): [Case(NVME)],
     ("staging.drain", Wait.STATE_WRITE): [Case(("host", "nvme", "host"), on_device=False), Case(NVME)],
     ("slot_access.record", Wait.STATE_WRITE): [Case(NVME, on_device=False, recipe=EDITED)],
+    ("activations._wait_until_written", Wait.ACTIVATION_WRITE): [
+        Case(DEVICE, activations="nvme", on_device=False),
+        Case(DEVICE, activations="nvme"),
+    ],
+    ("activations.bring", Wait.ACTIVATION_READ): [Case(DEVICE, activations="nvme", on_device=False)],
+    ("activations._copy_first", Wait.ACTIVATION_READ): [Case(DEVICE, activations="nvme")],
+    ("activations._let_compute_follow", Wait.ACTIVATION_COPY): [
+        Case(DEVICE, activations="host"),
+        Case(DEVICE, activations="nvme"),
+    ],
     ("memory_tier.read", Wait.STATE_COPY): [Case(("host", "device", "device"))],
     ("memory_tier.write", Wait.STATE_COPY): [Case(("device", "host", "host"))],
 }
 BY_CHANCE = "between two threads of ours: without the wait it is chance who comes first; shown in"
 BY_RANKS = "only several ranks gather parameters: see tests/distributed/test_stages.py"
+ONLY_READ = (
+    "the simulated device's compute is never behind, and only reads what was copied there: see test_activations.py"
+)
 COVERED: dict[tuple[str, Wait], tuple[str, Case | None]] = {
     ("stream._bring", Wait.GRADIENT_WRITE): (f"{BY_CHANCE} test_update_queue.py", None),
     ("update_queue._wait_for", Wait.UPDATE): (f"{BY_CHANCE} test_update_queue.py", None),
     ("copy_down.finish", Wait.GRADIENT_LANDING): (f"{BY_CHANCE} test_copy_down.py", None),
+    ("activations._take_buffer", Wait.ACTIVATION_COPY): (f"{BY_CHANCE} test_activations.py", None),
+    ("activations._begin", Wait.ACTIVATION_REUSE): (ONLY_READ, Case(DEVICE, activations="host")),
+    ("activations._copy_first", Wait.ACTIVATION_REUSE): (ONLY_READ, Case(DEVICE, activations="nvme")),
     ("updating.run_now", Wait.STATE_COPY): (
         "the update ends with the ring's drain: what the host gives compute after it is behind every copy",
         Case(("device", "nvme", "nvme")),
@@ -193,7 +211,7 @@ def test_every_place_has_a_case() -> None:
 
 
 def test_every_wait_has_a_case() -> None:
-    elsewhere = {wait for (_, wait), (why, _) in COVERED.items() if why.startswith((BY_CHANCE, BY_RANKS))}
+    elsewhere = {wait for (_, wait), (why, _) in COVERED.items() if why.startswith((BY_CHANCE, BY_RANKS, ONLY_READ))}
     assert {wait for _, wait in CASES} | elsewhere == set(Wait) - {Wait.COMMIT}
 
 
@@ -246,12 +264,13 @@ def run(
     """What goes wrong, in words."""
     config: dict[str, Any] = dict(zip(("params", "optimizer", "gradients"), case.homes, strict=True))
     config |= {"nvme_paths": [nvme], "host_memory": "16MiB", "device_memory": "16MiB", "update": case.update}
+    config["activations"] = case.activations
     with ExitStack() as stack:
         if case.on_device:
             environment = stack.enter_context(simulated(make_waits=make_waits))
         else:
             environment = cpu_with_simulated_drive(make_waits=make_waits)
-        if case.on_device or "nvme" in case.homes[0] + case.homes[2]:
+        if case.activations == "keep" and (case.on_device or "nvme" in case.homes[0] + case.homes[2]):
             config["device_memory"] = least_memory(case.recipe, environment, "device_memory", **config)
         try:
             return differences(plain(case.recipe), train_offloaded(case.recipe, environment, **config))

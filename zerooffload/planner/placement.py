@@ -9,12 +9,13 @@ staging ring     host buffers through which the update streams what the kernel c
 parameter staging  host buffers through which parameters go from files to a device with memory of its own
 gradient staging host buffers for gradients on their way
 journal          where steps are committed: a buffer for a record, and its two files
+block inputs     what is said of activations (block_inputs.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -154,6 +155,25 @@ class WindowNeed:
 
 
 @dataclass(frozen=True)
+class BlockInputs:
+    """What becomes of the inputs of blocks that are computed again in backward; see block_inputs.py.
+
+    Attributes
+    ----------
+    homes : Mapping[str, TierName]
+        Where a block's input is kept, by unit; a block that keeps its activations has none.
+    claims : tuple[Claim, ...]
+        What is leased from the start.
+    slot_nbytes : int
+        Of the staging ring; 0 where no input leaves the device.
+    """
+
+    homes: Mapping[str, TierName] = field(default_factory=dict)
+    claims: tuple[Claim, ...] = ()
+    slot_nbytes: int = 0
+
+
+@dataclass(frozen=True)
 class Placement:
     """All that the run will lease, but for what the windows get beyond their least.
 
@@ -166,6 +186,7 @@ class Placement:
         Of parameters in use, and of gradients being collected.
     commits_steps : bool
         Whether all that is trained outlives the run, so that its steps can be committed and resumed.
+    block_inputs : BlockInputs
     """
 
     units: tuple[UnitPlacement, ...]
@@ -176,6 +197,7 @@ class Placement:
     window: WindowNeed
     collection: WindowNeed
     commits_steps: bool = False
+    block_inputs: BlockInputs = field(default_factory=BlockInputs)
 
     @property
     def num_gradient_slots(self) -> int:
@@ -219,7 +241,8 @@ class Placement:
         if self.commits_steps:
             totals[TierName.HOST, JOURNAL_HOLDER] = record_capacity(self.num_kept_chunks)
             totals[TierName.NVME, JOURNAL_HOLDER] = NUM_RECORDS * record_capacity(self.num_kept_chunks)
-        return [Claim(tier, holder, nbytes) for (tier, holder), nbytes in totals.items() if nbytes]
+        fixed = [Claim(tier, holder, nbytes) for (tier, holder), nbytes in totals.items() if nbytes]
+        return [*fixed, *self.block_inputs.claims]
 
     def _blocks(self, state: StatePlacement) -> list[tuple[TierName, str, int]]:
         block_nbytes = self.reach.block_nbytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,9 @@ from zerooffload.errors import ConfigError
 from zerooffload.optim.kernels import Kernels, TorchKernels, host_kernels
 from zerooffload.optim.record import OptimizerStates
 from zerooffload.planner.admission import AnnouncedPlan, announce, fit
+from zerooffload.planner.block_inputs import place_block_inputs
 from zerooffload.planner.placement import (
+    BlockInputs,
     Durability,
     FlatPlacement,
     Placement,
@@ -37,6 +39,7 @@ from zerooffload.runtime.backwards import BackwardCount
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.initial_states import InitialStates
 from zerooffload.runtime.initialization import is_on_meta, materialize
+from zerooffload.runtime.micro_batches import check_blocks, slice_blocks
 from zerooffload.runtime.resources import Drive, Parts, Resources, limits_of, warn_if_memory_is_short
 from zerooffload.runtime.run import Run
 from zerooffload.runtime.storage import open_storage
@@ -119,7 +122,9 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
     params_of = dict(stored_tensors(model))
     world_size = env.collectives.world_size
     layouts = [_unit_layout(unit, params_of, config, world_size) for unit in found]
-    plan = agree(env.collectives, lambda: _announce(layouts, config, env), "planning")
+    reach = Reach(env.accelerator.shares_host_memory, env.accelerator.range_nbytes)
+    inputs = _block_inputs(found, layouts, config, reach)
+    plan = agree(env.collectives, lambda: _announce(layouts, inputs, config, env, reach), "planning")
     plan = _same_windows(plan, env.collectives).with_cache()
     warn_if_memory_is_short(plan)
     recorder = CountingRecorder()
@@ -160,6 +165,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
     for unit in units:
         register(run, unit)
     run.install()
+    slice_blocks(run, found, config, resources, parts)
     return run
 
 
@@ -232,18 +238,34 @@ def _unit_layout(
     return UnitLayout(unit.name, tuple(flats), unit.needs)
 
 
-def _announce(layouts: list[UnitLayout], config: OffloadConfig, env: Environment) -> AnnouncedPlan:
-    accelerator = env.accelerator
-    reach = Reach(accelerator.shares_host_memory, accelerator.range_nbytes)
+def _block_inputs(
+    found: Sequence[UnitModules], layouts: Sequence[UnitLayout], config: OffloadConfig, reach: Reach
+) -> BlockInputs:
+    inputs = place_block_inputs(
+        layouts,
+        [unit.name for unit in found if unit.is_block],
+        config.activations,
+        {TierName(tier): nbytes for tier, nbytes in config.activation_memory.items()},
+        reach,
+        in_slices=config.micro_batch_size is not None,
+    )
+    check_blocks(found, config, inputs)
+    return inputs
+
+
+def _announce(
+    layouts: list[UnitLayout], inputs: BlockInputs, config: OffloadConfig, env: Environment, reach: Reach
+) -> AnnouncedPlan:
     choices = TierChoices(config.params, config.optimizer, config.gradients)
     states = _optimizer_states(config)
     durability = Durability(config.atomic_steps, config.durable)
     sharding = sharding_of(config.stage, env.collectives.rank)
 
     def placed(homes: TierChoices) -> Placement:
-        return place(layouts, homes, reach, states, durability, accumulates=config.accumulates, sharding=sharding)
+        placement = place(layouts, homes, reach, states, durability, accumulates=config.accumulates, sharding=sharding)
+        return replace(placement, block_inputs=inputs)
 
-    placement, limits = placed(choices), limits_of(config, accelerator)
+    placement, limits = placed(choices), limits_of(config, env.accelerator)
     if config.atomic_steps and config.update in ("auto", "during_backward"):
         plan = fit(with_second_places(placement), limits)
         if plan is not None:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zerooffload.accelerator import Accelerator
 from zerooffload.aio import Engine
@@ -18,6 +19,7 @@ from zerooffload.journal.history import NUM_RECORDS
 from zerooffload.machine import available_host_bytes, host_memory_bytes, ranks_of_this_machine
 from zerooffload.memory import Budget, Lease
 from zerooffload.planner.admission import AnnouncedPlan, Limits
+from zerooffload.planner.block_inputs import HOLDER, NUM_SLOTS, STAGING_HOLDER
 from zerooffload.planner.placement import JOURNAL_HOLDER, NUM_PARAMETER_SLOTS, NUM_STAGING_SLOTS
 from zerooffload.runtime.commits import Commits
 from zerooffload.runtime.landing import Landing
@@ -25,6 +27,9 @@ from zerooffload.runtime.storage import Storage
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.telemetry import Recorder, TierUsage, Waits, process_resident_bytes
 from zerooffload.tiers import DeviceTier, NvmeTier, StagingRing, Tier, Transfers, host_tier
+
+if TYPE_CHECKING:
+    from zerooffload.runtime.activations import ActivationStore
 
 _log = logging.getLogger("zerooffload")
 
@@ -112,6 +117,7 @@ class Resources:
 
     Attributes
     ----------
+    plan : AnnouncedPlan
     tiers : dict[TierName, Tier]
         device, host, and nvme where something lives there.
     ring, param_ring, gradient_ring : StagingRing
@@ -122,6 +128,10 @@ class Resources:
         Set by the run that takes these. Ended first: it uses a ring.
     updates : UpdateQueue or None
         Set by the run that takes these. Ended next.
+    block_inputs : ActivationStore or None
+        Set by the run that takes these. Ended with the landing.
+    block_input_leases : dict[TierName, Lease]
+        What is set aside for them.
     commits : Commits or None
         Where steps are committed: set once the run has begun. Finished before anything is given back.
     """
@@ -134,11 +144,13 @@ class Resources:
         drive: Drive,
         storage: Storage | None,
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self.nvme: NvmeTier | None = None
         self.landing: Landing | None = None
         self.updates: UpdateQueue | None = None
         self.commits: Commits | None = None
+        self.block_inputs: ActivationStore | None = None
+        self.block_input_leases: dict[TierName, Lease] = {}
         limits = plan.limits
         host = Budget(TierName.HOST.value, limits.host_bytes)
         device = Budget(TierName.DEVICE.value, limits.device_bytes, host if limits.device_shares_host else None)
@@ -177,6 +189,15 @@ class Resources:
             self.gradient_ring = self._make_ring(
                 "gradient staging", placement.num_gradient_slots, placement.gradient_slot_nbytes, parts
             )
+            self.block_input_ring = self._make_ring(
+                STAGING_HOLDER, NUM_SLOTS, placement.block_inputs.slot_nbytes, parts
+            )
+            for claim in placement.block_inputs.claims:
+                if claim.holder != STAGING_HOLDER:
+                    lease = self.budgets[claim.tier].lease(claim.nbytes, claim.holder)
+                    self._leases.append(lease)
+                    if claim.holder == HOLDER:
+                        self.block_input_leases[claim.tier] = lease
             if self.nvme is not None:
                 for ring in self._rings:
                     for buffer in ring.buffers:
@@ -209,7 +230,7 @@ class Resources:
         for tier in self.tiers.values():
             tier.reserve()
         for name, budget in self.budgets.items():
-            planned = self._plan.planned_bytes(name)
+            planned = self.plan.planned_bytes(name)
             if budget.leased_bytes != planned:
                 raise InternalError(f"{name.value}: {budget.leased_bytes} bytes leased, {planned} announced")
 
@@ -237,7 +258,7 @@ class Resources:
             TierUsage(
                 name=name.value,
                 budget_bytes=budget.limit_bytes,
-                planned_bytes=self._plan.planned_bytes(name),
+                planned_bytes=self.plan.planned_bytes(name),
                 leased_bytes=budget.leased_bytes,
                 peak_bytes=budget.peak_bytes,
             )
@@ -255,7 +276,10 @@ class Resources:
         landing, self.landing = self.landing, None
         updates, self.updates = self.updates, None
         commits, self.commits = self.commits, None
+        block_inputs, self.block_inputs = self.block_inputs, None
         try:
+            if block_inputs is not None:
+                block_inputs.close()
             if landing is not None:
                 landing.abandon()
             if updates is not None:

@@ -70,7 +70,7 @@ def open_storage(plan: AnnouncedPlan, config: OffloadConfig, collectives: Collec
     TierIOError
         If an earlier run's files cannot be removed.
     """
-    if not plan.planned_bytes(TierName.NVME):
+    if not plan.planned_bytes(TierName.NVME) and not config.keeps_activations_on_nvme:
         return None
     directories: list[RunDirectory] = []
     try:

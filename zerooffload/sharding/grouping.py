@@ -39,6 +39,8 @@ class UnitModules:
         Names of the units whose parameters the module's forward uses, its own included.
     standing_by : tuple[tuple[str, torch.nn.Module], ...]
         Of the root: modules whose own parameters are among its unit's.
+    is_block : bool
+        Whether it is one of the model's blocks: neither an embedding, the head, nor what is left.
     """
 
     name: str
@@ -46,6 +48,7 @@ class UnitModules:
     param_names: tuple[tuple[str, ...], ...]
     needs: tuple[str, ...]
     standing_by: tuple[tuple[str, nn.Module], ...] = ()
+    is_block: bool = False
 
 
 ROOT_NAME = "(root)"
@@ -62,7 +65,7 @@ def find_units(model: nn.Module, spec: UnitSpec) -> list[UnitModules]:
     names_of = _names_by_identity(model)
     if not names_of:
         raise ConfigError(f"the model ({type(model).__name__}) has no parameters: there is nothing to offload")
-    points = _hook_points(model, spec)
+    points, head = _hook_points(model, spec), _output_embeddings(model)
     owner_of: dict[int, str] = {}
     owned: dict[str, list[tuple[str, ...]]] = {}
     used: dict[str, list[int]] = {}
@@ -79,6 +82,7 @@ def find_units(model: nn.Module, spec: UnitSpec) -> list[UnitModules]:
             tuple(owned.get(name, ())),
             tuple(dict.fromkeys(owner_of[key] for key in used[name])),
             tuple(_standing_by(model, points)) if name == ROOT_NAME else (),
+            name != ROOT_NAME and not isinstance(module, nn.Embedding) and module is not head,
         )
         for name, module in points.items()
     ]

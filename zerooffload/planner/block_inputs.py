@@ -1,0 +1,73 @@
+"""Where the inputs of blocks lie between forward and backward, and what is leased for that from the start. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from zerooffload.config import ActivationChoice, TierName
+from zerooffload.errors import ConfigError
+from zerooffload.planner.placement import BlockInputs, Claim, Reach, UnitLayout
+from zerooffload.tiers.staging import ring_nbytes
+
+PAGE_NBYTES = 4 << 20
+"""Inputs away from the device are cut into pieces of this size."""
+NUM_SLOTS = 8
+"""Of the staging ring: pages being written, or read while the block behind computes."""
+HOLDER = "block inputs"
+SUMS_HOLDER = "gradient sums"
+STAGING_HOLDER = "block input staging"
+_FP32_BYTES = 4
+
+
+def place_block_inputs(
+    units: Sequence[UnitLayout],
+    blocks: Sequence[str],
+    choice: ActivationChoice,
+    memory: Mapping[TierName, int],
+    reach: Reach,
+    *,
+    in_slices: bool,
+) -> BlockInputs:
+    """Give the input of each block its home.
+
+    Parameters
+    ----------
+    blocks : Sequence[str]
+        Names of the units that are blocks.
+    memory : Mapping[TierName, int]
+        Bytes to set aside on each tier.
+    in_slices : bool
+        Whether a batch is cut: the gradients of a block's slices are then added up on the device.
+
+    Raises
+    ------
+    ConfigError
+        If a pattern of unit names matches no block.
+    """
+    for pattern in choice if isinstance(choice, dict) else ():
+        if not any(fnmatchcase(name, pattern) for name in blocks):
+            raise ConfigError(f"activations for {pattern!r}: no block has such a name; blocks are {', '.join(blocks)}")
+    homes = {name: home for name in blocks if (home := _home(choice, name, in_slices=in_slices)) is not None}
+    slot_nbytes = PAGE_NBYTES if any(not reach.by_device(home) for home in homes.values()) else 0
+    claims = [Claim(tier, HOLDER, nbytes) for tier, nbytes in memory.items()]
+    claims.append(Claim(TierName.HOST, STAGING_HOLDER, ring_nbytes(NUM_SLOTS, slot_nbytes)))
+    if in_slices:
+        claims.append(Claim(TierName.DEVICE, SUMS_HOLDER, _largest_sums(units, homes)))
+    return BlockInputs(homes, tuple(claim for claim in claims if claim.nbytes), slot_nbytes)
+
+
+def _home(choice: ActivationChoice, unit: str, *, in_slices: bool) -> TierName | None:
+    kind = choice
+    if isinstance(choice, dict):
+        kind = next((kind for pattern, kind in choice.items() if fnmatchcase(unit, pattern)), "auto")
+    if kind == "auto":
+        kind = "device" if in_slices else "keep"
+    return None if kind == "keep" else TierName(str(kind))
+
+
+def _largest_sums(units: Sequence[UnitLayout], homes: Mapping[str, TierName]) -> int:
+    """Of the block that uses most trainable parameters, in fp32."""
+    numel = {unit.name: sum(flat.numel for flat in unit.flats if flat.trainable) for unit in units}
+    uses = [sum(numel[needed] for needed in unit.needs) for unit in units if unit.name in homes]
+    return _FP32_BYTES * max(uses, default=0)
