@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerooffload.accelerator import default_accelerator
+from zerooffload.accelerator import Accelerator, default_accelerator
 from zerooffload.config import OffloadConfig
 from zerooffload.errors import ConfigError
 from zerooffload.runtime.build import Environment, build_run, environment, move_buffers
 from zerooffload.runtime.ordinary_calls import make_ordinary_calls_right
 from zerooffload.runtime.param_access import units_of
 from zerooffload.runtime.run import Run
+from zerooffload.runtime.sliced_loss import SlicedLoss
 from zerooffload.sharding.collectives import Collectives, GroupCollectives, ReplicatedCollectives, SingleRank
 from zerooffload.sharding.registry import residence_of
 from zerooffload.telemetry import Listener, StepReport, TraceFile
@@ -213,6 +214,48 @@ def resume(model: nn.Module, *optimizers: torch.optim.Optimizer) -> int:
     return _run_of(model.parameters()).resume(optimizers)
 
 
+def sliced_loss(
+    head: nn.Module, loss_fn: Callable[..., torch.Tensor], *, micro_batch_size: int | None = None
+) -> SlicedLoss:
+    """A head and a loss that run in slices of the batch, so that what the head makes of all of it never exists.
+
+        total = zo.sliced_loss(model.head, lambda logits, labels: cross_entropy(logits, labels, reduction="sum"))
+        loss = total(hidden, labels) / labels.numel()
+
+    Slices are computed again in backward, as those of blocks are.
+
+    Parameters
+    ----------
+    head : torch.nn.Module
+        Called with `hidden` alone; it must treat each sample for itself.
+    loss_fn : callable
+        Of what the head returns, and the further arguments: the sum of the loss over its samples, 0-dim.
+    micro_batch_size : int, optional
+        Samples of a slice. Default: that of the run in which the head is offloaded.
+
+    Returns
+    -------
+    callable
+        `(hidden, *targets, **shared) -> torch.Tensor`, 0-dim: the sum over the batch. Tensors `[batch, ...]` among
+        `targets` are cut as `hidden`, `[batch, ...]`, is; `shared` is passed on. It raises `ConfigError` if the batch
+        does not divide, or `loss_fn` does not return a sum over samples.
+    """
+
+    def setting() -> tuple[Accelerator, int]:
+        param = next(head.parameters(), None)
+        residence = residence_of(param) if param is not None else None
+        run = residence.run if residence is not None and isinstance(residence.run, Run) else None
+        size = micro_batch_size or (run.micro_batch_size if run is not None else None)
+        if size is None:
+            raise ConfigError(
+                "zo.sliced_loss does not know how many samples a slice has: say micro_batch_size there or in"
+                " OffloadConfig"
+            )
+        return default_accelerator() if run is None else run.accelerator, size
+
+    return SlicedLoss(head, loss_fn, setting)
+
+
 def step_report(model: nn.Module) -> StepReport:
     """What the last `optimizer.step()` moved and where it waited.
 
@@ -392,6 +435,7 @@ __all__ = [
     "reclaim_device",
     "release_device",
     "resume",
+    "sliced_loss",
     "step_report",
     "trace",
     "track",

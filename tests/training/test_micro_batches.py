@@ -32,9 +32,8 @@ from transformers import (
 
 import zerooffload as zo
 from zerooffload.accelerator.cpu import CpuAccelerator
-from zerooffload.memory import Budget
-from zerooffload.runtime.activations import KeptHere
 from zerooffload.runtime.sliced_block import SlicedBlock, Slicing
+from zerooffload.runtime.sliced_call import KeptByAutograd
 from zerooffload.sharding.grouping import find_units
 
 if TYPE_CHECKING:
@@ -212,8 +211,7 @@ def slice_one_by_one(model: nn.Module) -> None:
     slicing = Slicing(micro_batch_size=1, declared={}, accelerator=CpuAccelerator(), between_slices=lambda: None)
     for unit in find_units(model, "auto"):
         if unit.is_block:
-            kept = KeptHere(Budget("test", 0).lease(0, "test"))
-            SlicedBlock(unit.name, unit.module, slicing, lambda _, kept=kept: kept).install()
+            SlicedBlock(unit.name, unit.module, slicing, lambda _: KeptByAutograd()).install()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -27,7 +27,7 @@ def place_block_inputs(
     memory: Mapping[TierName, int],
     reach: Reach,
     *,
-    in_slices: bool,
+    in_slices: Sequence[str],
 ) -> BlockInputs:
     """Give the input of each block its home.
 
@@ -37,8 +37,8 @@ def place_block_inputs(
         Names of the units that are blocks.
     memory : Mapping[TierName, int]
         Bytes to set aside on each tier.
-    in_slices : bool
-        Whether a batch is cut: the gradients of a block's slices are then added up on the device.
+    in_slices : Sequence[str]
+        Names of the units that run in slices, if blocks do: the gradients of one's slices are added up on the device.
 
     Raises
     ------
@@ -48,12 +48,12 @@ def place_block_inputs(
     for pattern in choice if isinstance(choice, dict) else ():
         if not any(fnmatchcase(name, pattern) for name in blocks):
             raise ConfigError(f"activations for {pattern!r}: no block has such a name; blocks are {', '.join(blocks)}")
-    homes = {name: home for name in blocks if (home := _home(choice, name, in_slices=in_slices)) is not None}
+    homes = {name: home for name in blocks if (home := _home(choice, name, in_slices=bool(in_slices))) is not None}
     slot_nbytes = PAGE_NBYTES if any(not reach.by_device(home) for home in homes.values()) else 0
     claims = [Claim(tier, HOLDER, nbytes) for tier, nbytes in memory.items()]
     claims.append(Claim(TierName.HOST, STAGING_HOLDER, ring_nbytes(NUM_SLOTS, slot_nbytes)))
     if in_slices:
-        claims.append(Claim(TierName.DEVICE, SUMS_HOLDER, _largest_sums(units, homes)))
+        claims.append(Claim(TierName.DEVICE, SUMS_HOLDER, _largest_sums(units, in_slices)))
     return BlockInputs(homes, tuple(claim for claim in claims if claim.nbytes), slot_nbytes)
 
 
@@ -66,8 +66,8 @@ def _home(choice: ActivationChoice, unit: str, *, in_slices: bool) -> TierName |
     return None if kind == "keep" else TierName(str(kind))
 
 
-def _largest_sums(units: Sequence[UnitLayout], homes: Mapping[str, TierName]) -> int:
-    """Of the block that uses most trainable parameters, in fp32."""
+def _largest_sums(units: Sequence[UnitLayout], in_slices: Sequence[str]) -> int:
+    """Of the unit that uses most trainable parameters, in fp32."""
     numel = {unit.name: sum(flat.numel for flat in unit.flats if flat.trainable) for unit in units}
-    uses = [sum(numel[needed] for needed in unit.needs) for unit in units if unit.name in homes]
+    uses = [sum(numel[needed] for needed in unit.needs) for unit in units if unit.name in in_slices]
     return _FP32_BYTES * max(uses, default=0)

@@ -26,8 +26,8 @@ from zerooffload.formats import round_up
 from zerooffload.memory import Lease
 from zerooffload.planner import block_inputs
 from zerooffload.runtime.copy_down import CopyDown
-from zerooffload.runtime.fetch import Settled
-from zerooffload.runtime.sliced_call import Kept
+from zerooffload.runtime.read_ahead import Settled
+from zerooffload.runtime.sliced_call import Kept, KeptByAutograd
 from zerooffload.telemetry import Wait, Waitable, wait_for_all
 from zerooffload.tiers import FILE_ALIGNMENT_BYTES, Block, Part, RecordLayout, Space, StagingSlot
 
@@ -37,17 +37,11 @@ if TYPE_CHECKING:
 _NUM_BUFFERS = 2
 
 
-class KeptHere:
-    """An input that autograd keeps; its bytes are leased. See `Kept`."""
-
-    is_away = False
+class KeptHere(KeptByAutograd):
+    """An input that stays where it is; its bytes are leased. See `Kept`."""
 
     def __init__(self, lease: Lease) -> None:
         self._lease = lease
-
-    def bring(self) -> torch.Tensor:
-        """Never asked for."""
-        raise InternalError("the input of a block is where it was")
 
     def release(self) -> None:
         """Give the lease back."""

@@ -247,7 +247,7 @@ def _block_inputs(
         config.activations,
         {TierName(tier): nbytes for tier, nbytes in config.activation_memory.items()},
         reach,
-        in_slices=config.micro_batch_size is not None,
+        in_slices=[unit.name for unit in found if unit.is_block or unit.is_head] if config.micro_batch_size else [],
     )
     check_blocks(found, config, inputs)
     return inputs

@@ -37,6 +37,7 @@ def slice_blocks(
     run: Run, found: Sequence[UnitModules], config: OffloadConfig, resources: Resources, parts: Parts
 ) -> None:
     """Let the blocks of a run whose inputs have a home run in slices, until it is closed."""
+    run.micro_batch_size = config.micro_batch_size
     homes = resources.plan.placement.block_inputs.homes
     if not homes:
         return

@@ -57,6 +57,11 @@ class Run:
     ----------
     kernels : tuple[Kernels, Kernels]
         For host memory, and for the device's.
+
+    Attributes
+    ----------
+    micro_batch_size : int or None
+        Samples of a slice, where blocks run in slices.
     """
 
     def __init__(
@@ -75,6 +80,8 @@ class Run:
     ) -> None:
         self.units = tuple(units)
         self.backwards = policy.backwards
+        self.accelerator = parts.accelerator
+        self.micro_batch_size: int | None = None
         self._points = tuple(points)
         self._states = states
         self._resources = resources

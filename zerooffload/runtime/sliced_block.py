@@ -21,6 +21,7 @@ from torch import nn
 from zerooffload.accelerator import Accelerator
 from zerooffload.errors import ConfigError
 from zerooffload.runtime.sliced_call import (
+    Joining,
     Kept,
     OutputRules,
     SlicedCall,
@@ -195,7 +196,7 @@ class Trial:
             self._refuse_foreign(one)
             differentiable = tuple(output.requires_grad for output in one)
             if not self._is_cut:
-                return OutputRules((Rule.SHARED,) * len(one), differentiable)
+                return OutputRules((Joining.SHARED,) * len(one), differentiable)
             two = self._outputs(slice(0, 2))
             if len(one) != len(two):
                 raise self._refusal("returns another number of tensors for two samples than for one")
@@ -248,17 +249,17 @@ class Trial:
     def _cut_paths(self) -> list[str]:
         return [leaf.path for leaf, rule in zip(self._leaves, self._rules, strict=True) if rule is Rule.BATCH]
 
-    def _output_rule(self, one: torch.Tensor, two: torch.Tensor) -> Rule:
+    def _output_rule(self, one: torch.Tensor, two: torch.Tensor) -> Joining:
         if one.shape == two.shape:
-            return Rule.SHARED
+            return Joining.SHARED
         if one.ndim and two.shape == (2 * len(one), *one.shape[1:]):
-            return Rule.BATCH
+            return Joining.BATCH
         raise self._refusal(
             f"returns a tensor of shape {tuple(one.shape)} for one sample, and {tuple(two.shape)} for two"
         )
 
     def _refuse_mixing(
-        self, clean: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], rules: Sequence[Rule], spoilt: int
+        self, clean: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], rules: Sequence[Joining], spoilt: int
     ) -> None:
         """See that a spoilt sample has changed nothing but its own part of what is returned."""
         if [output.shape for output in outputs] != [output.shape for output in clean]:
@@ -267,7 +268,7 @@ class Trial:
             if not after.is_floating_point():
                 continue
             new = after.isnan() & ~before.isnan()
-            if rule is Rule.BATCH:
+            if rule is Joining.BATCH:
                 new = new.chunk(2)[1 - spoilt]
             if bool(new.any()):
                 raise self._refusal(

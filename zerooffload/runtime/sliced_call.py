@@ -14,14 +14,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from zerooffload.accelerator import Accelerator
-from zerooffload.errors import ConfigError
+from zerooffload.errors import ConfigError, InternalError
 from zerooffload.runtime.slicing import Cut, Leaf, Rebuild, Rule, take_apart
+
+
+class Joining(Enum):
+    """What becomes of a tensor that each slice returns."""
+
+    BATCH = "batch"
+    """The slices' follow one another in dimension 0."""
+    SHARED = "shared"
+    """All have the same: the first one's is taken."""
+    ADDED = "added"
+    """They add up, in the order of the slices."""
 
 
 class Kept(Protocol):
@@ -42,18 +54,24 @@ class Kept(Protocol):
         """It is not needed any more; again is harmless."""
 
 
+class KeptByAutograd:
+    """A tensor that stays where it is. See `Kept`."""
+
+    is_away = False
+
+    def bring(self) -> torch.Tensor:
+        """Never asked for."""
+        raise InternalError("a tensor that autograd keeps was asked for elsewhere")
+
+    def release(self) -> None:
+        """Nothing of ours is held."""
+
+
 @dataclass(frozen=True)
 class OutputRules:
-    """What becomes of each tensor that the function returns.
+    """What becomes of each tensor that the function returns, and which of them have gradients."""
 
-    Attributes
-    ----------
-    rules : tuple[Rule, ...]
-        BATCH: the slices' are joined in dimension 0; SHARED: all have the same, and the first one's is taken.
-    differentiable : tuple[bool, ...]
-    """
-
-    rules: tuple[Rule, ...]
+    rules: tuple[Joining, ...]
     differentiable: tuple[bool, ...]
 
 
@@ -188,7 +206,7 @@ class _InSlices(torch.autograd.Function):
         return None, None, *sums.gradients()
 
 
-def _rules(call: SlicedCall, outputs: Sequence[torch.Tensor]) -> tuple[Rule, ...]:
+def _rules(call: SlicedCall, outputs: Sequence[torch.Tensor]) -> tuple[Joining, ...]:
     if len(outputs) != len(call.outputs.rules):
         raise ConfigError(
             f"unit {call.function.name} returned {len(outputs)} tensors, and {len(call.outputs.rules)} before: what it"
@@ -200,18 +218,20 @@ def _rules(call: SlicedCall, outputs: Sequence[torch.Tensor]) -> tuple[Rule, ...
 def _rooms_for(call: SlicedCall, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     num_slices = call.cut.batch_size // call.cut.slice_size
     return [
-        torch.empty_like(output.detach())
-        if rule is Rule.SHARED
-        else output.detach().new_empty((len(output) * num_slices, *output.shape[1:]))
+        output.detach().new_empty((len(output) * num_slices, *output.shape[1:]))
+        if rule is Joining.BATCH
+        else torch.empty_like(output.detach())
         for output, rule in zip(outputs, _rules(call, outputs), strict=True)
     ]
 
 
 def _join(call: SlicedCall, joined: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], rows: slice) -> None:
     for target, output, rule in zip(joined, outputs, _rules(call, outputs), strict=True):
-        if rule is Rule.SHARED:
+        if rule is not Joining.BATCH:
             if rows.start == 0:
                 target.copy_(output.detach())
+            elif rule is Joining.ADDED:
+                target.add_(output.detach())
             continue
         part = _rows_of(target, rows, call.cut)
         if part.shape != output.shape:
@@ -241,10 +261,10 @@ def _slice_gradients(
     outputs, _ = call.run(own)
     ends, end_grads = [], []
     for output, grad, rule in zip(outputs, grads, _rules(call, outputs), strict=True):
-        if grad is None or not output.requires_grad or (rule is Rule.SHARED and number):
+        if grad is None or not output.requires_grad or (rule is Joining.SHARED and number):
             continue
         ends.append(output)
-        end_grads.append(grad if rule is Rule.SHARED else _rows_of(grad, rows, call.cut))
+        end_grads.append(_rows_of(grad, rows, call.cut) if rule is Joining.BATCH else grad)
     if not ends:
         return [None] * len(wanted)
     sources = [source for source, is_wanted in zip((*own, *call.function.params), wanted, strict=True) if is_wanted]

@@ -41,6 +41,7 @@ class UnitModules:
         Of the root: modules whose own parameters are among its unit's.
     is_block : bool
         Whether it is one of the model's blocks: neither an embedding, the head, nor what is left.
+    is_head : bool
     """
 
     name: str
@@ -49,6 +50,7 @@ class UnitModules:
     needs: tuple[str, ...]
     standing_by: tuple[tuple[str, nn.Module], ...] = ()
     is_block: bool = False
+    is_head: bool = False
 
 
 ROOT_NAME = "(root)"
@@ -81,8 +83,9 @@ def find_units(model: nn.Module, spec: UnitSpec) -> list[UnitModules]:
             module,
             tuple(owned.get(name, ())),
             tuple(dict.fromkeys(owner_of[key] for key in used[name])),
-            tuple(_standing_by(model, points)) if name == ROOT_NAME else (),
-            name != ROOT_NAME and not isinstance(module, nn.Embedding) and module is not head,
+            standing_by=tuple(_standing_by(model, points)) if name == ROOT_NAME else (),
+            is_block=name != ROOT_NAME and not isinstance(module, nn.Embedding) and module is not head,
+            is_head=module is head,
         )
         for name, module in points.items()
     ]

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from zerooffload.accelerator.cpu import CpuAccelerator
 from zerooffload.errors import ConfigError
 from zerooffload.runtime.sliced_block import SlicedBlock, Slicing
+from zerooffload.runtime.sliced_call import KeptByAutograd
 from zerooffload.runtime.slicing import Rule
 
 if TYPE_CHECKING:
@@ -21,16 +22,11 @@ if TYPE_CHECKING:
 BATCH, LENGTH, WIDTH, HEADS = 4, 3, 5, 2
 
 
-class KeptForTests:
+class KeptForTests(KeptByAutograd):
     """Counts what is kept."""
-
-    is_away = False
 
     def __init__(self, held: list[int]) -> None:
         self._held = held
-
-    def bring(self) -> torch.Tensor:
-        raise AssertionError
 
     def release(self) -> None:
         self._held[0] -= 1

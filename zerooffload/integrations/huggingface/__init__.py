@@ -7,10 +7,12 @@ from zerooffload.integrations.huggingface.models import (
     model_config,
     resolve_folder,
 )
+from zerooffload.integrations.huggingface.slicing import SLICE_RULES, slice_language_loss
 from zerooffload.integrations.huggingface.smollm2 import prepare_smollm2
 from zerooffload.integrations.huggingface.tokenizers import ByteTokenizer, HubTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
+    "SLICE_RULES",
     "ByteTokenizer",
     "HubTokenizer",
     "ModelSource",
@@ -21,4 +23,5 @@ __all__ = [
     "model_config",
     "prepare_smollm2",
     "resolve_folder",
+    "slice_language_loss",
 ]
