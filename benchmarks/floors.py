@@ -161,12 +161,14 @@ class Workload:
         Parameters whose records the staging ring still holds when they are updated again: those are not read.
     accumulation : int
         Backwards before each update.
+    computes_again : bool
+        Whether each backward computes its forward again.
     copies : bool
         Whether the device has memory of its own.
     commits : bool
         Whether the update takes a checksum of what it writes.
     compute_seconds : float
-        Of all passes; a backward takes twice as long as a forward.
+        Of all passes; gradients take twice as long as a forward.
     """
 
     num_params: int
@@ -177,6 +179,7 @@ class Workload:
     gradients: Tier
     num_cached: int = 0
     accumulation: int = 1
+    computes_again: bool = False
     copies: bool = True
     commits: bool = False
     compute_seconds: float = 0.0
@@ -184,16 +187,17 @@ class Workload:
 
 def step_demand(work: Workload) -> StepDemand:
     """What a step asks of each resource, by the formula of the docs."""
-    seconds = work.compute_seconds / work.accumulation
+    forward_seconds = work.compute_seconds / work.accumulation / (4 if work.computes_again else 3)
+    backward_seconds = work.compute_seconds / work.accumulation - forward_seconds
     whole = FP32_BYTES * work.num_params
     kept = min(work.num_kept_units, work.num_units) / work.num_units
     forwards, backwards = [], []
     for number in range(work.accumulation):
         # What the window held was given up for the update.
         in_first = whole if number == 0 and not _stays(work) else whole * (1 - kept)
-        forwards.append(_parameters(work, in_first) + Demand(compute_seconds=seconds / 3))
+        forwards.append(_parameters(work, in_first) + Demand(compute_seconds=forward_seconds))
         coming = _parameters(work, whole * (1 - kept)) + _gradients(work, is_first=number == 0)
-        backwards.append(coming + Demand(compute_seconds=2 * seconds / 3))
+        backwards.append(coming + Demand(compute_seconds=backward_seconds))
     return StepDemand(forwards=forwards, backwards=backwards, update=_update(work))
 
 

@@ -105,6 +105,7 @@ class Point:
     update: str = "auto"
     compute_ratio: float = 1.0
     accumulation: int = 1
+    micro_batches: int = 1
     clip: str = "never"
     device: str = "simulated"
 
@@ -115,6 +116,7 @@ class Point:
         words += [] if self.update == "auto" else [self.update]
         words += [] if self.compute_ratio == 1 else [f"compute x {self.compute_ratio:g}"]
         words += [] if self.accumulation == 1 else [f"accumulation {self.accumulation}"]
+        words += [] if self.micro_batches == 1 else [f"micro-batches {self.micro_batches}"]
         words += [] if self.clip == "never" else [f"clips {self.clip}"]
         words += [] if self.device == "simulated" else [self.device]
         return ", ".join(words)
@@ -217,10 +219,13 @@ class Stack(nn.Module):
 class Compute:
     """What a device computes with, and how long it takes for it."""
 
-    def __init__(self, kind: str, width: int, link_gb_per_second: float) -> None:
+    def __init__(self, point: Point, width: int, link_gb_per_second: float) -> None:
         self.width = width
         self.num_rows = 1
-        self.accelerator: Accelerator = _accelerator(kind, link_gb_per_second)
+        self.accelerator: Accelerator = _accelerator(point.device, link_gb_per_second)
+        self._num_slices = point.micro_batches
+        self._num_backwards = point.accumulation * point.micro_batches
+        self._computes_again = point.micro_batches > 1
         self._blocks: list[nn.Module] = []
 
     def model(self, num_blocks: int) -> Stack:
@@ -230,48 +235,63 @@ class Compute:
 
     def _block(self) -> nn.Module:
         if isinstance(self.accelerator, SleepingAccelerator):
-            gradient = torch.full((self.width, self.width), GRADIENT)
-            return SleepingBlock(
-                self.width, self.accelerator, gradient if not self._blocks else self._blocks[0].gradient
-            )
+            return SleepingBlock(self.width, self.accelerator, self._gradient(self.accelerator))
         return ProductBlock(self.width)
 
-    def take(self, seconds: float, num_passes: int) -> None:
-        """Let a forward and its backward, of all blocks, take so long together when there are `num_passes`."""
+    def _gradient(self, device: SleepingAccelerator) -> torch.Tensor:
+        """One for all weights, in the device's memory, where sums are left out."""
+        if self._blocks:
+            return self._blocks[0].gradient
+        memory = device.reserve(FP32_BYTES * self.width**2)
+        return memory.tensor.view(torch.float32).view(self.width, self.width)
+
+    @property
+    def _parts(self) -> int:
+        """Of a backward of one slice and the forwards before it, a forward is one, and its gradients are two."""
+        return 4 if self._computes_again else 3
+
+    def take(self, seconds: float) -> None:
+        """Let all forwards and backwards of a step take so long together."""
         if isinstance(self.accelerator, SleepingAccelerator):
             for block in self._blocks:
-                block.seconds = seconds / num_passes / len(self._blocks) / 3
+                block.seconds = seconds / self._num_backwards / len(self._blocks) / self._parts
             return
         self.num_rows = 16
         for _ in range(3):
-            took = self.seconds(num_passes)
+            took = self.seconds()
             self.num_rows = max(1, round(self.num_rows * seconds / took))
 
-    def seconds(self, num_passes: int) -> float:
+    def seconds(self) -> float:
         """What a step's compute takes alone."""
         if isinstance(self.accelerator, SleepingAccelerator):
-            return sum(3 * block.seconds for block in self._blocks) * num_passes
+            return sum(self._parts * block.seconds for block in self._blocks) * self._num_backwards
         block = ProductBlock(self.width).to_empty(device=self.accelerator.device)
         block.reset_parameters()
         took = []
         for _ in range(NUM_PROBES + 1):
-            x = self.batch().requires_grad_()
+            x = self._sample().requires_grad_()
             self._wait()
             begin = time.perf_counter()
+            if self._computes_again:
+                block(x)
             block(x).mean().backward()
             self._wait()
             took.append(time.perf_counter() - begin)
             block.zero_grad()
-        return statistics.median(took[1:]) * len(self._blocks) * num_passes
+        return statistics.median(took[1:]) * len(self._blocks) * self._num_backwards
 
     def _wait(self) -> None:
         self.accelerator.record(self.accelerator.compute).wait()
 
     def batch(self) -> torch.Tensor:
-        """An input."""
+        """An input; in slices, a sample is what the usual order has as a batch."""
         if isinstance(self.accelerator, SleepingAccelerator):
-            return torch.zeros(1)
-        return torch.randn(self.num_rows, self.width, device=self.accelerator.device)
+            return torch.zeros(self._num_slices)
+        samples = (self._num_slices,) if self._num_slices > 1 else ()
+        return torch.randn(*samples, self.num_rows, self.width, device=self.accelerator.device)
+
+    def _sample(self) -> torch.Tensor:
+        return self.batch() if self._num_slices == 1 else self.batch()[:1]
 
     def operations(self) -> AbstractContextManager[Any]:
         """A context for a backward."""
@@ -316,6 +336,10 @@ class Trainer:
         homes = PLACEMENTS[point.placement]
         unit_bytes = compute.accelerator.range_nbytes(FP32_BYTES * block_numel)
         self._device_memory = (args.window_units + NUM_COLLECTION_UNITS) * unit_bytes
+        self._in_slices = point.micro_batches > 1
+        if self._in_slices:
+            # Inputs of blocks, and the sums of a block's gradients.
+            self._device_memory += args.activation_memory + FP32_BYTES * block_numel
         self._homes = dict(zip(("params", "optimizer", "gradients"), homes, strict=True))
         self.host_bytes = args.host_memory or self._least_host_bytes() + SECOND_PLACE_BYTES[point.placement] * (
             self.num_params
@@ -335,6 +359,8 @@ class Trainer:
             units=[SleepingBlock, ProductBlock],
             update=self._point.update,
             accumulation_steps=self._point.accumulation,
+            micro_batch_size=1 if self._in_slices else None,
+            activation_memory={"device": self._args.activation_memory} if self._in_slices else {},
             io_engine=self._args.engine,
         )
         environment = Environment(
@@ -368,6 +394,7 @@ class Trainer:
             **self._homes,
             num_cached=min(self.num_params, (ring.num_slots - ring.num_working) * self._chunk_numel),
             accumulation=self._point.accumulation,
+            computes_again=self._in_slices,
             copies=copies,
             commits=run._resources.commits is not None,
             compute_seconds=compute_seconds,
@@ -584,7 +611,7 @@ def measured(
 
     mixes = links.prepare([*demand(0.0).sections(point.schedule), demand(0.0).total])
     before = links.turn(mixes)
-    compute.take(point.compute_ratio * slowest_link(demand(0.0), before)[1], point.accumulation)
+    compute.take(point.compute_ratio * slowest_link(demand(0.0), before)[1])
     for _ in range(args.warm_up):
         trainer.step()
     trainer.settle()
@@ -594,8 +621,8 @@ def measured(
     with trainer.trace(args.trace):
         for number in range(args.rounds):
             print(f"{point.name}: round {number + 1} of {args.rounds}", file=sys.stderr)
-            compute.take(point.compute_ratio * slowest_link(demand(0.0), before)[1], point.accumulation)
-            took = compute.seconds(point.accumulation)
+            compute.take(point.compute_ratio * slowest_link(demand(0.0), before)[1])
+            took = compute.seconds()
             # The first step of a round has no update of the one before to hide.
             trainer.step()
             idle = compute.idle
@@ -712,7 +739,7 @@ def measure(folder: Path, point: Point, links: Links, args: argparse.Namespace) 
     """The row of a point, whose files are gone afterwards."""
     own = folder / "states"
     own.mkdir()
-    compute = Compute(point.device, args.width, args.link_gb_per_second)
+    compute = Compute(point, args.width, args.link_gb_per_second)
     trainer = None
     try:
         trainer = Trainer(own, point, compute, args)
@@ -760,6 +787,7 @@ def point_of(args: argparse.Namespace) -> Point:
         update=args.update,
         compute_ratio=args.compute_ratio,
         accumulation=args.accumulation,
+        micro_batches=args.micro_batches,
         clip=args.clip,
         device=args.device,
     )
@@ -774,6 +802,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--update", choices=("auto", *(name.value for name in Schedule)), default="auto")
     parser.add_argument("--compute-ratio", type=positive, default=1.0, help="of compute to the slowest link")
     parser.add_argument("--accumulation", type=count, default=1, help="backwards a step")
+    parser.add_argument("--micro-batches", type=count, default=1, help="slices of the batch inside each block")
+    parser.add_argument("--activation-memory", type=count, default=256 * MIB, help="bytes for inputs of sliced blocks")
     parser.add_argument("--clip", choices=("never", "sometimes", "always"), default="never", help="when clipping fires")
     parser.add_argument("--device", choices=("simulated", "cpu", "cuda"), default="simulated")
     parser.add_argument("--params", type=count, default=200_000_000, help="200e6 if nothing is said")

@@ -103,6 +103,12 @@ def test_accumulation_and_clipping_move_the_bytes_of_the_formula(tmp_path: Path)
     assert all(item["ok"] for item in result["checks"] if "bytes" in item["name"])
 
 
+def test_micro_batches_inside_blocks_move_the_bytes_of_one(tmp_path: Path) -> None:
+    result = result_of("overlap.py", tmp_path, "--micro-batches", "4")
+    assert result["rows"][0]["name"] == "all-nvme, micro-batches 4"
+    assert all(item["ok"] for item in result["checks"] if "bytes" in item["name"])
+
+
 def test_overlap_with_real_compute(tmp_path: Path) -> None:
     result = result_of("overlap.py", tmp_path, "--device", "cpu", "--trace", str(tmp_path / "trace.json"))
     assert result["rows"][0]["name"] == "all-nvme, cpu"
