@@ -15,7 +15,14 @@ import zerooffload as zo
 from zerooffload.accelerator import default_accelerator
 from zerooffload.entry import watch
 from zerooffload.errors import ConfigError
-from zerooffload.integrations.huggingface import ModelSource, build_model, load_model, load_tokenizer, model_config
+from zerooffload.integrations.huggingface import (
+    ModelSource,
+    build_model,
+    load_model,
+    load_tokenizer,
+    model_config,
+    slice_language_loss,
+)
 from zerooffload.integrations.huggingface.tokenizers import BYTES
 from zerooffload.machine import cache_folder
 from zerooffload.planner.activations import ActivationForecast, predict_activation_bytes
@@ -48,7 +55,7 @@ class TrainingResult:
     Attributes
     ----------
     activations : ActivationForecast, optional
-        None where the model's way depends on values, so that nothing can be told in advance.
+        None where nothing can be told in advance: the model's way depends on values, or blocks are computed again.
     baseline_bytes : int
         Before the model was made.
     computes_on_host : bool
@@ -129,6 +136,8 @@ def train(
     result.baseline_bytes = resident_bytes_trimmed()
     observer.doing("loading the model")
     model = load_model(source, config)
+    if recipe.offload.micro_batch_size is not None:
+        slice_language_loss(model)
     with joined_ranks(recipe.training.rank_timeout_seconds) as ranks, _offloaded(model, recipe):
         observer.announced(result)
         loop = _Loop(model, windows, recipe, ranks)
@@ -211,7 +220,7 @@ class _Loop:
         for _ in range(training.accumulation_steps):
             # The ranks' batches follow one another in the order that one rank would take them in.
             mine = [next(self._order) for _ in range(ranks.world_size)][ranks.rank]
-            micro_loss = next_token_loss(model, *self._windows.training(mine)) / training.accumulation_steps
+            micro_loss = self._loss(*self._windows.training(mine)) / training.accumulation_steps
             self._scaler.scale(micro_loss).backward()
             loss += micro_loss.item()
         norm = None
@@ -231,6 +240,17 @@ class _Loop:
             tokens=training.tokens_per_step * ranks.world_size,
             report=zo.step_report(model),
         )
+
+    def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """As `next_token_loss`; in slices where blocks run in slices."""
+        if self._recipe.offload.micro_batch_size is None:
+            return next_token_loss(self._model, inputs, targets)
+        device = next(self._model.parameters()).device
+        targets = targets.to(device)
+        # They are not to be shifted: `inputs` end where they do.
+        output = self._model(input_ids=inputs.to(device), labels=targets, shift_labels=targets)
+        loss: torch.Tensor = output.loss
+        return loss
 
 
 def next_token_loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -279,7 +299,9 @@ def _windows(recipe: Recipe, vocabulary_numel: int) -> Windows:
 
 
 def _predict(recipe: Recipe, source: ModelSource, config: object, device: torch.device) -> ActivationForecast | None:
-    """Activations of one backward's batch; None where the model cannot be run without values."""
+    """Activations of one backward's batch; None where the model cannot be run without values, or runs otherwise."""
+    if recipe.offload.micro_batch_size is not None or recipe.offload.activations != "auto":
+        return None
     shape = (recipe.training.batch_size, recipe.training.sequence_length)
     tokens = torch.zeros(shape, dtype=torch.int64)
     try:

@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from zerooffload.config import Algorithm, OffloadConfig, describe_validation_error
 from zerooffload.errors import ConfigError
+from zerooffload.integrations.huggingface import SLICE_RULES
 from zerooffload.machine import cache_folder
 from zerooffload.optim import OPTIMIZERS
 from zerooffload.optim.optimizer import OffloadedOptimizer
@@ -181,10 +182,15 @@ class Recipe(BaseModel):
 
     @property
     def placement(self) -> OffloadConfig:
-        """[offload], with the states of [optimizer] and the backwards of [training]."""
+        """[offload], with the states of [optimizer], the backwards of [training], and what transformers' names mean."""
         update: dict[str, Any] = {"algorithm": self.optimizer.name}
         if "accumulation_steps" not in self.offload.model_fields_set:
             update["accumulation_steps"] = self.training.accumulation_steps
+        if self.offload.micro_batch_size is not None:
+            # The first that matches counts, so the user's come first.
+            update["slice_rules"] = self.offload.slice_rules | {
+                name: rule for name, rule in SLICE_RULES.items() if name not in self.offload.slice_rules
+            }
         return self.offload.model_copy(update=update)
 
 

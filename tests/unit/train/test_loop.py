@@ -68,6 +68,21 @@ def test_losses_do_not_depend_on_the_tier(make_recipe: Callable[..., Recipe], nv
     assert sum(record.report.bytes_moved["nvme_written"] for record in on_nvme.steps) > 0
 
 
+@pytest.mark.parametrize("kept", ["device", "nvme"])
+def test_slices_inside_blocks_train_as_whole_batches_do(
+    kept: str, make_recipe: Callable[..., Recipe], nvme: Path
+) -> None:
+    """Batch and sequence have the same length here, which transformers' names settle."""
+    sections = {"training": {"batch_size": 16, "steps": 4}, "offload": {"nvme_paths": [str(nvme)]}}
+    whole = train(make_recipe(**sections))
+    sections["offload"] |= {"micro_batch_size": 2, "activations": kept}
+    sliced = train(make_recipe(**sections))
+    assert [record.loss for record in sliced.steps] == pytest.approx([record.loss for record in whole.steps], rel=1e-4)
+    assert sliced.heldout_after == pytest.approx(whole.heldout_after, rel=1e-4)
+    assert whole.activations is not None
+    assert sliced.activations is None
+
+
 @pytest.mark.parametrize(
     ("name", "settings"),
     [("adam", {"betas": [0.8, 0.9]}), ("adagrad", {"lr_decay": 0.1}), ("lion", {}), ("sgd", {"momentum": 0.5})],

@@ -108,10 +108,12 @@ def slice_language_loss(model: nn.Module, *, micro_batch_size: int | None = None
         targets = settings.pop("shift_labels", None)
         if targets is None:
             ignored = settings.get("ignore_index", _IGNORED)
-            targets = nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:].contiguous()
+            targets = nn.functional.pad(labels, (0, 1), value=ignored)[..., 1:]
         num_items = settings.pop("num_items_in_batch", None)
         if num_items is None:
             num_items = (targets != settings.get("ignore_index", _IGNORED)).sum()
+        # The loss takes views of it.
+        targets = targets.contiguous()
         return total(hidden, targets, vocab_size=vocab_size, num_items_in_batch=num_items, **settings)
 
     # A property of transformers' models.
