@@ -145,7 +145,7 @@ CASES: dict[tuple[str, Wait], list[Case]] = {
         Case(DEVICE, activations="nvme", on_device=False),
         Case(DEVICE, activations="nvme"),
     ],
-    ("activations.bring", Wait.ACTIVATION_READ): [Case(DEVICE, activations="nvme", on_device=False)],
+    ("activations._arrive", Wait.ACTIVATION_READ): [Case(DEVICE, activations="nvme", on_device=False)],
     ("activations._copy_first", Wait.ACTIVATION_READ): [Case(DEVICE, activations="nvme")],
     ("activations._let_compute_follow", Wait.ACTIVATION_COPY): [
         Case(DEVICE, activations="host"),
@@ -164,7 +164,8 @@ COVERED: dict[tuple[str, Wait], tuple[str, Case | None]] = {
     ("update_queue._wait_for", Wait.UPDATE): (f"{BY_CHANCE} test_update_queue.py", None),
     ("copy_down.finish", Wait.GRADIENT_LANDING): (f"{BY_CHANCE} test_copy_down.py", None),
     ("activations._take_buffer", Wait.ACTIVATION_COPY): (f"{BY_CHANCE} test_activations.py", None),
-    ("activations._begin", Wait.ACTIVATION_REUSE): (ONLY_READ, Case(DEVICE, activations="host")),
+    ("activations._land", Wait.ACTIVATION_WRITE): ("only where a graph was dropped: see test_activations.py", None),
+    ("activations._start", Wait.ACTIVATION_REUSE): (ONLY_READ, Case(DEVICE, activations="host")),
     ("activations._copy_first", Wait.ACTIVATION_REUSE): (ONLY_READ, Case(DEVICE, activations="nvme")),
     ("updating.run_now", Wait.STATE_COPY): (
         "the update ends with the ring's drain: what the host gives compute after it is behind every copy",

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from support.environments import TIERS, least_memory, simulated
+from support.environments import TIERS, cpu_with_simulated_drive, least_memory, simulated
 from support.reference_training import (
     Outcome,
     Recipe,
+    current_params,
     differences,
     language_loss,
     offload_prepared,
     train_offloaded,
     train_plain,
 )
+from support.simulated_engine import Fault
 from support.slices_by_hand import in_slices_by_hand
 from support.small_models import VOCABULARY, batch, small_gpt2, small_llama
 from support.training_recipes import evaluate, freeze, generate, with_checkpointing, with_dropout
@@ -446,3 +449,36 @@ def test_each_unit_as_it_is_said(nvme: Path) -> None:
     assert differences(train_plain(LLAMA), outcome) == []
     assert outcome.report is not None
     assert outcome.report.bytes_moved["nvme_written"] == 2 * PAGE
+
+
+@pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "simulated"])
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.usefixtures("small_pages")
+def test_an_io_error_is_raised_and_the_step_can_be_tried_again(operation: str, nvme: Path, *, on_device: bool) -> None:
+    recipe = Recipe(num_steps=2, num_micro_steps=1, max_norm=None)
+    plain = train_plain(recipe)
+    for at in range(4):
+        fault = Fault(at=at, operation=operation, files="scratch.bin")
+        with ExitStack() as stack:
+            if on_device:
+                environment = stack.enter_context(simulated(faults=[fault]))
+            else:
+                environment = cpu_with_simulated_drive(faults=[fault])
+            model = offload_prepared(recipe, environment, activations="nvme", nvme_paths=[nvme])
+            stack.callback(zo.close, model)
+            optimizer = zo.AdamW(model.parameters(), lr=recipe.learning_rate, **recipe.options)
+            num_errors = 0
+            for step in range(recipe.num_steps):
+                while True:
+                    try:
+                        recipe.loss(model, batch(step, 0)).backward()
+                        break
+                    except zo.TierIOError:
+                        num_errors += 1
+                        assert num_errors < 5
+                        optimizer.zero_grad()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert num_errors == 1
+            outcome = Outcome(params=current_params(model))
+        assert differences(Outcome(params=plain.params), outcome) == []

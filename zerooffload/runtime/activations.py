@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -21,7 +22,7 @@ import torch
 
 from zerooffload.accelerator import DeviceRange, Event
 from zerooffload.config import TierName
-from zerooffload.errors import BudgetError, ConfigError, InternalError
+from zerooffload.errors import BudgetError, ConfigError, InternalError, TierIOError
 from zerooffload.formats import round_up
 from zerooffload.memory import Lease
 from zerooffload.planner import block_inputs
@@ -150,11 +151,16 @@ class ActivationStore:
     def advance(self) -> None:
         """Let what is on its way back go on, without waiting."""
         for kept in self._away:
-            if kept.coming is not None:
+            if kept.coming is None:
+                continue
+            try:
                 self._issue(kept.coming)
                 while kept.coming.staged and kept.coming.staged[0].ticket.done():
                     self._copy_first(kept.coming)
                     self._issue(kept.coming)
+            except TierIOError:
+                # It is asked for again when it is needed.
+                self._cancel(kept)
 
     def bring(self, kept: KeptAway) -> torch.Tensor:
         """The bytes of an input, for compute; what was sent before it follows."""
@@ -166,6 +172,18 @@ class ActivationStore:
         coming = kept.coming
         if coming is None:
             raise InternalError("the input of a block is not on its way back")
+        try:
+            self._arrive(kept, coming)
+        except BaseException:
+            self._cancel(kept)
+            raise
+        if earlier and earlier[-1].coming is None and self._has_free_buffer:
+            with suppress(TierIOError):
+                # Told when it is asked for.
+                self._begin(earlier[-1])
+        return coming.buffer.memory.tensor[: kept.nbytes]
+
+    def _arrive(self, kept: KeptAway, coming: _Return) -> None:
         wait_for_all(self._waits, Wait.ACTIVATION_READ, coming.direct)
         while coming.unread or coming.staged:
             if not coming.staged and not self._ring.num_free:
@@ -173,9 +191,6 @@ class ActivationStore:
             self._issue(coming)
             self._copy_first(coming)
         self._let_compute_follow(coming)
-        if earlier and earlier[-1].coming is None and self._has_free_buffer:
-            self._begin(earlier[-1])
-        return coming.buffer.memory.tensor[: kept.nbytes]
 
     def forget(self, kept: KeptAway) -> None:
         """An input is not needed any more; again is harmless."""
@@ -225,15 +240,25 @@ class ActivationStore:
         if view is not None:
             view[: content.numel()].copy_(content)
             return []
-        self._wait_until_written(page)
+        if page.written is not None:
+            # Of two writes to one place either may be the last. What became of the first one nobody asks any more.
+            self._waits.until(Wait.ACTIVATION_WRITE, Settled(page.written))
         page.written = page.block.write(0, content)
-        return [page.written]
+        # If it fails, whoever reads the page is told.
+        return [Settled(page.written)]
 
     def _begin(self, kept: KeptAway) -> None:
         buffer = self._take_buffer(kept.nbytes)
         buffer.is_taken = True
-        kept.coming = coming = _Return(buffer, self._transfers.compute_done())
-        for page, target in zip(kept.pages, self._pieces(buffer, kept.nbytes), strict=True):
+        kept.coming = _Return(buffer, self._transfers.compute_done())
+        try:
+            self._start(kept, kept.coming)
+        except BaseException:
+            self._cancel(kept)
+            raise
+
+    def _start(self, kept: KeptAway, coming: _Return) -> None:
+        for page, target in zip(kept.pages, self._pieces(coming.buffer, kept.nbytes), strict=True):
             view = page.block.view(Space.HOST, 0)
             if view is not None:
                 source, name = view[: target.numel()], page.block.name
@@ -259,13 +284,13 @@ class ActivationStore:
         if not coming.staged:
             return
         first = coming.staged.popleft()
-        leaving: list[Waitable] = []
+        leaving: list[Waitable] = [Settled(first.ticket)]
         try:
             self._waits.until(Wait.ACTIVATION_READ, first.ticket)
             coming.last_copy = self._transfers.to_device(
                 first.target, first.record, coming.used, Wait.ACTIVATION_REUSE, name=first.page.block.name
             )
-            leaving.append(coming.last_copy)
+            leaving = [coming.last_copy]
         finally:
             self._ring.release(first.slot, leaving)
 
@@ -306,9 +331,9 @@ class ActivationStore:
             buffer = self._new_buffer(nbytes)
         else:
             buffer = next(buffer for buffer in self._buffers if not buffer.is_taken)
-            if buffer.leaving:
-                wait_for_all(self._waits, Wait.ACTIVATION_COPY, buffer.leaving)
-                buffer.leaving.clear()
+            leaving, buffer.leaving = buffer.leaving, []
+            if leaving:
+                wait_for_all(self._waits, Wait.ACTIVATION_COPY, leaving)
                 # Nobody uses it any more, compute included: what comes next need not be ordered behind what was there.
                 buffer.memory.empty()
                 buffer.memory.fill()
@@ -353,10 +378,10 @@ class ActivationStore:
         return pages
 
     def _wait_until_written(self, page: _Page) -> None:
-        """Reads, and other writes to the same place, might come first."""
-        written, page.written = page.written, None
-        if written is not None:
-            self._waits.until(Wait.ACTIVATION_WRITE, written)
+        """A read might come first."""
+        if page.written is not None:
+            self._waits.until(Wait.ACTIVATION_WRITE, page.written)
+            page.written = None
 
     def _lease(self, tier: TierName, nbytes: int) -> Lease:
         self._make_room(tier, nbytes)

@@ -139,3 +139,20 @@ def test_a_buffer_is_copied_to_behind_what_compute_was_given_before(
     assert len(points) == 4
     reused = [item for cause, item in waits.events if cause is Wait.ACTIVATION_REUSE]
     assert [reused.count(point) for point in points] == [3] * 4
+
+
+def test_a_page_is_written_again_when_its_write_is_done(started: tuple[ActivationStore, Noted]) -> None:
+    """Though nobody has read it: its graph was dropped."""
+    store, waits = started
+    keep = store.keeper(TierName.NVME)
+    kept = keep(content(1))
+    store._down.finish()
+    assert isinstance(kept, KeptAway)
+    written = [page.written for page in kept.pages]
+    assert not any(ticket is None or ticket.done() for ticket in written)
+    kept.release()
+    again = keep(content(2))
+    store._down.finish()
+    assert all(ticket is not None and ticket.done() for ticket in written)
+    assert len([cause for cause, _ in waits.events if cause is Wait.ACTIVATION_WRITE]) == len(written)
+    assert torch.equal(again.bring(), content(2))
