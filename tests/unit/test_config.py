@@ -27,6 +27,29 @@ def test_byte_counts_take_integers_and_texts() -> None:
     assert (config.host_memory, config.device_memory) == (2 << 30, 17)
 
 
+def test_activations_and_slices() -> None:
+    config = OffloadConfig(
+        micro_batch_size=2,
+        activations={"layers.*": "host"},
+        activation_memory={"host": "1MiB"},
+        slice_rules={"mask": "batch"},
+    )
+    assert config.activation_memory == {"host": 1 << 20}
+    assert not config.keeps_activations_on_nvme
+    assert OffloadConfig(activations={"*": "nvme"}, nvme_paths=["/"]).keeps_activations_on_nvme
+    wrong: dict[str, Any]
+    for wrong in (
+        {"micro_batch_size": 0},
+        {"micro_batch_size": True},
+        {"activations": "disk"},
+        {"activation_memory": {"disk": 1}},
+        {"slice_rules": {"mask": "half"}},
+        {"activations": "nvme"},
+    ):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            OffloadConfig(**wrong)
+
+
 def test_a_single_path_is_a_list_of_one() -> None:
     assert OffloadConfig(nvme_paths="/mnt/a").nvme_paths == (Path("/mnt/a"),)
     assert OffloadConfig(nvme_paths=["/mnt/a", Path("/mnt/b")]).nvme_paths == (Path("/mnt/a"), Path("/mnt/b"))
