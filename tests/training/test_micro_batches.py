@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -353,6 +354,17 @@ def test_pages_are_used_again_whatever_the_length(nvme: Path) -> None:
         optimizer.zero_grad()
         peaks.append(zo.step_report(model).tiers[2].peak_bytes)
     assert peaks[1] == peaks[-1]
+    zo.close(model)
+
+
+def test_inputs_that_went_away_leave_no_memory_behind(nvme: Path) -> None:
+    model = offload_prepared(LLAMA, activations="nvme", nvme_paths=[nvme])
+    inputs: list[weakref.ref[torch.Tensor]] = []
+    for block in model.model.layers:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    loss = language_loss(model, batch(0, 0))
+    assert [ref() for ref in inputs] == [None] * NUM_BLOCKS
+    loss.backward()
     zo.close(model)
 
 

@@ -9,7 +9,6 @@ What is neither a tensor nor a plain value is refused: it may be written to by e
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,16 +56,18 @@ Rebuild = Callable[[Iterator[Any]], Any]
 
 
 def take_apart(value: Any, path: str) -> tuple[list[Leaf], Rebuild]:
-    """The leaves of nested tuples, lists, dictionaries and dataclasses, and what puts others in their places."""
+    """The leaves of nested tuples, lists, dictionaries and dataclasses, and what puts others in their places.
+
+    The latter does not hold the leaves.
+    """
     opened = _open(value)
     if opened is None:
         return [Leaf(path, value)], next
     children, make = opened
     parts = [take_apart(child, path + suffix) for suffix, child in children]
-    return (
-        [leaf for leaves, _ in parts for leaf in leaves],
-        lambda values: make([rebuild(values) for _, rebuild in parts]),
-    )
+    rebuilds = [rebuild for _, rebuild in parts]
+    leaves = [leaf for leaves, _ in parts for leaf in leaves]
+    return leaves, lambda values: make([rebuild(values) for rebuild in rebuilds])
 
 
 def take_arguments_apart(
@@ -75,10 +76,11 @@ def take_arguments_apart(
     """The leaves of a call's arguments, by the names of `forward`'s parameters; put together they are args, kwargs."""
     names = _positional_names(forward, len(args))
     parts = [take_apart(value, name) for name, value in (*zip(names, args, strict=True), *kwargs.items())]
+    rebuilds, num_args, keywords = [rebuild for _, rebuild in parts], len(args), list(kwargs)
 
     def rebuild(values: Iterator[Any]) -> tuple[list[Any], dict[str, Any]]:
-        built = [make(values) for _, make in parts]
-        return built[: len(args)], dict(zip(kwargs, built[len(args) :], strict=True))
+        built = [one(values) for one in rebuilds]
+        return built[:num_args], dict(zip(keywords, built[num_args:], strict=True))
 
     return [leaf for leaves, _ in parts for leaf in leaves], rebuild
 
@@ -93,22 +95,23 @@ def _open(value: Any) -> tuple[list[tuple[str, Any]], Callable[[list[Any]], Any]
         return children, (lambda items: kind(*items)) if hasattr(value, "_fields") else kind
     if isinstance(value, dict):
         # Also the outputs of transformers, which are dictionaries and dataclasses.
-        children = [(f"[{key!r}]", item) for key, item in value.items()]
+        children, keys = [(f"[{key!r}]", item) for key, item in value.items()], list(value)
         as_dataclass = dataclasses.is_dataclass(value)
 
         def make_dict(items: list[Any]) -> Any:
-            pairs = dict(zip(value, items, strict=True))
+            pairs = dict(zip(keys, items, strict=True))
             return kind(**pairs) if as_dataclass else kind(pairs)
 
         return children, make_dict
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
+        others = {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in names}
 
         def make_dataclass(items: list[Any]) -> Any:
-            other = copy.copy(value)
-            for name, item in zip(names, items, strict=True):
-                object.__setattr__(other, name, item)
-            return other
+            made = object.__new__(kind)
+            for name, item in (*zip(names, items, strict=True), *others.items()):
+                object.__setattr__(made, name, item)
+            return made
 
         return [(f".{name}", getattr(value, name)) for name in names], make_dataclass
     return None

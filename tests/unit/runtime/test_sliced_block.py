@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +138,45 @@ def test_all_kinds_of_arguments_and_outputs(size: int | None) -> None:
     result = block(*args, **kwargs)
     assert (result.more["none"], result.more["tuple"][1]) == (None, 7)
     assert not result.more["tuple"][0].requires_grad
+
+
+class AwayForTests(KeptByAutograd):
+    """Has a copy."""
+
+    is_away = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._copy = tensor.detach().clone()
+
+    def bring(self) -> torch.Tensor:
+        return self._copy
+
+
+class Nested(nn.Module):
+    """Its input comes in containers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, first: list[dict[str, Any]], *, more: Any = None) -> torch.Tensor:
+        hidden = first[0]["value"].hidden
+        return self.inner(hidden if more is None else hidden + more[0])
+
+
+def test_an_input_that_went_away_is_held_by_nothing() -> None:
+    block, before = Nested(), integers(BATCH, WIDTH, grad=True)
+    block.inner.weight.data = integers(WIDTH, WIDTH)
+    slicing = Slicing(micro_batch_size=2, declared={}, accelerator=CpuAccelerator(), between_slices=lambda: None)
+    SlicedBlock("layers.0", block, slicing, AwayForTests).install()
+    hidden = before * 2
+    gone = weakref.ref(hidden)
+    output = block([{"value": Result(hidden, torch.ones(()), {})}], more=(torch.ones(1, WIDTH),))
+    del hidden
+    assert gone() is None
+    output.sum().backward()
+    assert before.grad is not None
+    assert torch.equal(before.grad, (2 * block.inner.weight.sum(0)).expand(BATCH, WIDTH))
 
 
 def test_gradients_of_bf16_parameters_add_up_in_fp32() -> None:

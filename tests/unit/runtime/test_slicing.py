@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +57,20 @@ def test_what_is_taken_apart_is_put_together(value: Any) -> None:
     assert again == value
     others = rebuild(iter(range(len(leaves))))
     assert [leaf.value for leaf in take_apart(others, "x")[0]] == list(range(len(leaves)))
+
+
+@pytest.mark.parametrize(
+    "contain", [lambda x: [x], lambda x: {"a": x}, lambda x: Shapes(x, None), lambda x: Pair(x, 1)]
+)
+def test_what_puts_others_in_their_places_holds_nothing(contain: Any) -> None:
+    tensor = torch.ones(1)
+    gone = weakref.ref(tensor)
+    value = contain(tensor)
+    leaves, rebuild = take_apart(value, "x")
+    num_leaves = len(leaves)
+    del tensor, value, leaves
+    assert gone() is None
+    assert len(take_apart(rebuild(iter([0] * num_leaves)), "x")[0]) == num_leaves
 
 
 def test_paths_name_arguments() -> None:
