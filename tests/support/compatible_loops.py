@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,15 +34,21 @@ class KindOfLoop:
         What the error says, if it is refused.
     refused_where_away : bool
         Only where parameters are away from the device.
+    refused_with : Mapping[str, str]
+        What the error says with a model that other loops go with.
     holds_more : bool
         Than the least window has room for: units that begin two graphs are in use until both are through.
+    takes_long : bool
+        With the first model alone, unless all is gone through.
     """
 
     changes: Callable[[KindOfModel], Mapping[str, Any]]
     needs: str = ""
     refused: str = ""
     refused_where_away: bool = False
+    refused_with: Mapping[str, str] = field(default_factory=dict)
     holds_more: bool = False
+    takes_long: bool = False
 
 
 def each_block(kind: KindOfModel, change: Callable[[nn.Module, str, nn.Module], None]) -> Prepare:
@@ -157,13 +163,20 @@ def evaluate(kind: KindOfModel) -> Mapping[str, Any]:
     return {"between": between}
 
 
+def own_parameters(module: nn.Module) -> nn.Module:
+    """A module with the parameters that `module` has itself: the least window does not hold those of all in it."""
+    return nn.ParameterDict(
+        {name.replace(".", "_"): param for name, param in module._parameters.items() if param is not None}
+    )
+
+
 def edit_parameters(model: nn.Module, step: int) -> list[float]:
     """Change values by hand, and read others."""
     found = []
     for module in model.modules():
         own = [param for param in module.parameters(recurse=False) if param.requires_grad and param.numel()]
         if own:
-            with whole(module), torch.no_grad():
+            with whole(own_parameters(module)), torch.no_grad():
                 own[step % len(own)].mul_(0.75)
                 found.append(own[0].double().sum().item())
     return found
@@ -174,7 +187,7 @@ def edit_gradients(model: nn.Module, _step: int) -> list[float]:
     found = []
     for module in model.modules():
         if any(param.requires_grad for param in module.parameters(recurse=False)):
-            with whole(module, grads=True):
+            with whole(own_parameters(module), grads=True):
                 for param in module.parameters(recurse=False):
                     if param.grad is not None:
                         param.grad.mul_(0.5)
@@ -188,7 +201,7 @@ def average(model: nn.Module, _step: int) -> list[float]:
     for prefix, module in model.named_modules():
         own = [(name, param) for name, param in module.named_parameters(recurse=False) if param.requires_grad]
         if own:
-            with whole(module):
+            with whole(own_parameters(module)):
                 for name, param in own:
                     value = param.detach().double()
                     key = f"{prefix}.{name}"
@@ -257,6 +270,8 @@ def unchanging(**changes: Any) -> Callable[[KindOfModel], Mapping[str, Any]]:
     return lambda _kind: changes
 
 
+_CALLED_TWICE = {"branches": "got two gradients in one backward, because reentrant checkpoints share it"}
+
 LOOPS: dict[str, KindOfLoop] = {
     "two micro-steps, clipping": KindOfLoop(changes=unchanging()),
     "one micro-step, no clipping": KindOfLoop(changes=unchanging(num_micro_steps=1, max_norm=None)),
@@ -270,10 +285,14 @@ LOOPS: dict[str, KindOfLoop] = {
         changes=partial(checkpointed, change=checkpoint_around, use_reentrant=False), needs="blocks"
     ),
     "reentrant checkpoint in blocks": KindOfLoop(
-        changes=partial(checkpointed, change=checkpoint_inside, use_reentrant=True), needs="blocks"
+        changes=partial(checkpointed, change=checkpoint_inside, use_reentrant=True),
+        needs="blocks",
+        refused_with=_CALLED_TWICE,
     ),
     "reentrant checkpoint around blocks": KindOfLoop(
-        changes=partial(checkpointed, change=checkpoint_around, use_reentrant=True), needs="blocks"
+        changes=partial(checkpointed, change=checkpoint_around, use_reentrant=True),
+        needs="blocks",
+        refused_with=_CALLED_TWICE,
     ),
     "hooks on parameters": KindOfLoop(changes=unchanging(prepare=hook_parameters)),
     "hooks on parameters, after `offload`": KindOfLoop(changes=unchanging(prepare_offloaded=hook_parameters)),
@@ -287,9 +306,15 @@ LOOPS: dict[str, KindOfLoop] = {
     ),
     "hooks on modules": KindOfLoop(changes=unchanging(prepare=hook_modules)),
     "hooks on modules, after `offload`": KindOfLoop(changes=unchanging(prepare_offloaded=hook_modules)),
-    "compiled forward of blocks": KindOfLoop(changes=partial(compile_blocks, how="forward"), needs="blocks"),
-    "compiled blocks, in place": KindOfLoop(changes=partial(compile_blocks, how="compile"), needs="blocks"),
-    "compiled blocks, wrapped": KindOfLoop(changes=partial(compile_blocks, how="wrapped"), needs="blocks"),
+    "compiled forward of blocks": KindOfLoop(
+        changes=partial(compile_blocks, how="forward"), needs="blocks", takes_long=True
+    ),
+    "compiled blocks, in place": KindOfLoop(
+        changes=partial(compile_blocks, how="compile"), needs="blocks", takes_long=True
+    ),
+    "compiled blocks, wrapped": KindOfLoop(
+        changes=partial(compile_blocks, how="wrapped"), needs="blocks", takes_long=True
+    ),
     "autocast to bf16": KindOfLoop(changes=autocast),
     "evaluation": KindOfLoop(changes=evaluate),
     "generation with a cache": KindOfLoop(changes=unchanging(between=generate), needs="language"),

@@ -457,9 +457,7 @@ MODELS: dict[str, KindOfModel] = {
         loss=image_class_loss,
         blocks="vit.layers",
     ),
-    "CNN": KindOfModel(
-        what="BatchNorm's buffers change", build=seeded(Convolutions), loss=forward_loss, blocks="blocks"
-    ),
+    "CNN": KindOfModel(what="BatchNorm's buffers change", build=seeded(Convolutions), loss=forward_loss),
     "UNet": KindOfModel(what="skip connections over blocks", build=seeded(Denoiser), loss=forward_loss, blocks="down"),
     "partly frozen": KindOfModel(
         what="frozen and trained parameters in one block", build=mostly_frozen, blocks="model.layers"
