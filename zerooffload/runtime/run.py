@@ -27,6 +27,7 @@ from zerooffload.runtime.ahead import AheadUpdates
 from zerooffload.runtime.clipping import Chosen, clip_factor, norm_sum, scale, total_norm
 from zerooffload.runtime.commits import Commits
 from zerooffload.runtime.fetch import Fetcher
+from zerooffload.runtime.gradient_hooks import hook_gradient
 from zerooffload.runtime.gradients import GradientPath
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.kept_chunks import KeptChunks
@@ -42,7 +43,6 @@ from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.runtime.updating import UpdatePolicy, Updating
 from zerooffload.runtime.watching import watched
 from zerooffload.sharding.collectives import Collectives, StepAgreement, agree
-from zerooffload.sharding.placeholders import OffloadedGradient
 from zerooffload.sharding.registry import Residence, forget, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 from zerooffload.telemetry import Listener, StepReport, Work, process_peak_bytes
@@ -159,44 +159,8 @@ class Run:
                 self._handles += handles
         for unit in self.units:
             for part, training in trainable(unit):
-                for index, param in enumerate(part.flat.params):
-                    self._handles += self._hook_gradient(unit, part, training, index, param)
-
-    def _hook_gradient(
-        self, unit: Unit, part: UnitFlat, training: TrainingStates, index: int, param: torch.Tensor
-    ) -> list[RemovableHandle]:
-        # Autograd keeps these hooks where the garbage collector does not look: one that held the run, which holds the
-        # parameter, would keep both for ever.
-        run, its_unit = weakref.ref(self), weakref.ref(unit)
-        its_part, its_training = weakref.ref(part), weakref.ref(training)
-
-        # The user's hooks that were there before run before ours, which takes the gradient away.
-        is_seen = bool(param._post_accumulate_grad_hooks)
-
-        def coming(_: torch.Tensor) -> None:
-            owner, of_part = run(), its_part()
-            if owner is None or of_part is None:
-                return
-            owner._schedule.gradient_coming()
-            if isinstance(of_part.flat.params[index].grad, OffloadedGradient):
-                raise ConfigError(
-                    f"{of_part.flat.layout.slots[index].param.name} got two gradients in one backward, because"
-                    " reentrant checkpoints share it: use torch.utils.checkpoint with use_reentrant=False"
-                )
-
-        def arrived(_: torch.Tensor) -> None:
-            owner, of_unit, of_part, of_training = run(), its_unit(), its_part(), its_training()
-            if owner is None or of_unit is None or of_part is None or of_training is None:
-                raise InternalError("a gradient arrived for a run that is gone")
-            if is_seen and of_training.held[index]:
-                raise ConfigError(
-                    f"{of_part.flat.layout.slots[index].param.name} has a post-accumulate hook, which would see the"
-                    " gradient of the last backward, and not the sum of several: use param.register_hook, or read sums"
-                    " inside zo.full_params(module, grads=True)"
-                )
-            owner._schedule.gradient_arrived(of_unit, of_part, of_training, index)
-
-        return [param.register_hook(coming), param.register_post_accumulate_grad_hook(arrived)]
+                for index in range(len(part.flat.params)):
+                    self._handles += hook_gradient(self._schedule, unit, part, training, index)
 
     def keep_steps(self, storage: Storage, agreement: StepAgreement, *, in_background: bool) -> None:
         """Begin the journal of a run that begins, or take up that of one that is continued."""

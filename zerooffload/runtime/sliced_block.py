@@ -20,6 +20,7 @@ from torch import nn
 
 from zerooffload.accelerator import Accelerator
 from zerooffload.errors import ConfigError
+from zerooffload.runtime.gradient_hooks import users_gradient_hooks
 from zerooffload.runtime.sliced_call import (
     Joining,
     Kept,
@@ -218,7 +219,7 @@ class Trial:
             if getattr(module, "gradient_checkpointing", False):
                 raise self._refusal(f"has gradient checkpointing on ({path or 'itself'}): turn it off", advises=False)
         for name, param in self._module.named_parameters():
-            if param._backward_hooks:
+            if users_gradient_hooks(param):
                 raise self._refusal(f"has a hook on the gradient of {name}, which would be called for each slice")
 
     def _outputs(self, rows: slice, spoilt: int | None = None) -> list[torch.Tensor]:
