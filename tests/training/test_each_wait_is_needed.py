@@ -56,9 +56,9 @@ def matrix_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def loss_after_a_look(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Looking at the parameters waits until the gradients that are held are home."""
+    """Looking at the gradients waits until those that are held are home."""
     if next(model.parameters()).grad is not None:
-        with whole(model):
+        with whole(model, grads=True):
             pass
     return matrix_loss(model, tokens)
 
@@ -159,7 +159,10 @@ BY_RANKS = "only several ranks gather parameters: see tests/distributed/test_sta
 ONLY_READ = (
     "the simulated device's compute is never behind, and only reads what was copied there: see test_activations.py"
 )
+NEVER_BEHIND = "the simulated device's compute is never behind: see test_release_device.py"
 COVERED: dict[tuple[str, Wait], tuple[str, Case | None]] = {
+    ("device_tier.leave", Wait.STATE_COPY): (NEVER_BEHIND, None),
+    ("device_tier.come_back", Wait.STATE_COPY): (NEVER_BEHIND, None),
     ("stream._bring", Wait.GRADIENT_WRITE): (f"{BY_CHANCE} test_update_queue.py", None),
     ("update_queue._wait_for", Wait.UPDATE): (f"{BY_CHANCE} test_update_queue.py", None),
     ("copy_down.finish", Wait.GRADIENT_LANDING): (f"{BY_CHANCE} test_copy_down.py", None),
