@@ -62,11 +62,14 @@ class ReadAhead:
         return len(self._early)
 
     def begin(self, home: Block, chunks: Iterable[int], num_taken: int) -> bool:
-        """Begin to read what is not there yet; False if slots were short, of which others have taken `num_taken`."""
+        """Begin to read what is not there yet; False if slots were short, of which others have taken `num_taken`.
+
+        Waits for nothing.
+        """
         for chunk in chunks:
             if (home, chunk) in self._early:
                 continue
-            if not self._ring.has_room(num_taken + len(self)):
+            if not (self._ring.has_room(num_taken + len(self)) and self._ring.is_ready):
                 return False
             version = home.version(chunk)
             try:

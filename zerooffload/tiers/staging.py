@@ -130,6 +130,15 @@ class StagingRing:
         """Whether one who took `num_taken` may take another: of slots that hold something, only what work needs."""
         return bool(self._empty) or (self.num_free > 0 and num_taken < self.num_working)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the slot that `acquire` gives without a key can be used at once."""
+        with self._lock:
+            slot = self._first_free()
+            if slot is None:
+                return self._num_unmade > 0
+            return all(item.done() for item in slot.leaving)
+
     def acquire(self, waits: Waits, key: Hashable = None) -> StagingSlot:
         """The slot that holds the records of `key`, or another, once its content has left.
 
@@ -152,17 +161,23 @@ class StagingRing:
         slot.key = key
         return slot
 
-    def _take_free(self) -> StagingSlot:
+    def _first_free(self) -> StagingSlot | None:
         """An empty slot, or the full one that goes first; see [Note: the ring is the host's cache]."""
-        slot = next(iter(self._empty), None)
-        if slot is not None:
-            del self._empty[slot]
-            return slot
-        if not self._full:
-            raise InternalError("no staging slot is free: one was taken twice or never released")
+        if self._empty or not self._full:
+            return next(iter(self._empty), None)
         num_cached = self.num_slots - self.num_working
         first = min(num_cached, len(self._full) - 1) if self.goes_round else 0
-        return self._full.pop(next(itertools.islice(self._full, first, None)))
+        return next(itertools.islice(self._full.values(), first, None))
+
+    def _take_free(self) -> StagingSlot:
+        slot = self._first_free()
+        if slot is None:
+            raise InternalError("no staging slot is free: one was taken twice or never released")
+        if slot in self._empty:
+            del self._empty[slot]
+        else:
+            del self._full[slot.key]
+        return slot
 
     def release(self, slot: StagingSlot, leaving: Iterable[Waitable] = (), *, keeps: bool = False) -> None:
         """Give a slot back while `leaving` still uses it; with `keeps` its records can be had again by its key."""

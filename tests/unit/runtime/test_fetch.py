@@ -66,6 +66,8 @@ class Home:
 class Ring:
     """Gives slots out and takes them back."""
 
+    is_ready = True
+
     def __init__(self, num_slots: int = 8) -> None:
         self.num_free = num_slots
 
@@ -169,6 +171,12 @@ class TestReadAhead:
     def test_nothing_that_is_being_updated(self) -> None:
         self.updates.are_home = False
         unit = far_unit()
+        self.fetcher.read_ahead([unit])
+        assert self.reads(unit) == [0]
+
+    def test_nothing_that_would_have_to_wait(self) -> None:
+        unit = far_unit()
+        self.ring.is_ready = False
         self.fetcher.read_ahead([unit])
         assert self.reads(unit) == [0]
 

@@ -74,6 +74,18 @@ def test_slots_come_back_in_the_order_of_their_release_when_their_content_has_le
     assert slots[1].take(SLOT_BYTES).numel() == SLOT_BYTES
 
 
+def test_a_ring_is_ready_when_the_content_of_its_next_slot_has_left(ring: StagingRing, waits: Waits) -> None:
+    slots = [ring.acquire(waits) for _ in range(3)]
+    assert not ring.is_ready
+    writes = [Ticket(), Ticket()]
+    for slot, write in zip(slots, writes, strict=False):
+        ring.release(slot, [write])
+    writes[1].wait()
+    assert not ring.is_ready
+    writes[0].wait()
+    assert ring.is_ready
+
+
 def test_an_empty_ring_is_a_bug_that_is_told(ring: StagingRing, waits: Waits) -> None:
     held = [ring.acquire(waits) for _ in range(3)]
     assert (ring.num_free, len(held)) == (0, 3)
