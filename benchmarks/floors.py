@@ -217,14 +217,17 @@ def _parameters(work: Workload, nbytes: float) -> Demand:
 
 
 def _gradients(work: Workload, *, is_first: bool) -> Demand:
-    """Copied out, then joined with their home: one pass that reads what came, and reads and writes what is held."""
+    """Copied out, then joined with their home: one pass that reads what came, and reads and writes what is held.
+
+    What comes first needs no joining: beside a device it comes straight home, and is read for the norm.
+    """
     nbytes = FP32_BYTES * work.num_params
     is_far = work.gradients is Tier.NVME
     traffic = 2 * nbytes if work.copies else 0
-    if is_first:
-        traffic += nbytes if is_far else 2 * nbytes
-    else:
+    if not is_first:
         traffic += 3 * nbytes
+    else:
+        traffic += nbytes if is_far or work.copies else 2 * nbytes
     return Demand(
         disk_read_bytes=nbytes if is_far and not is_first else 0.0,
         disk_written_bytes=nbytes if is_far else 0.0,

@@ -20,16 +20,19 @@ from zerooffload.runtime.worker_thread import Idle, Outcome, WorkerThread
 from zerooffload.telemetry import Wait, Waitable, Waits
 from zerooffload.tiers import StagingRing, StagingSlot, Transfers
 
-Join = Callable[[torch.Tensor, StagingSlot], list[Waitable]]
-"""Takes a chunk in host memory, uint8, and its slot; returns what still uses the slot."""
+Join = Callable[[torch.Tensor, StagingSlot | None], list[Waitable]]
+"""Takes a chunk in host memory, uint8, and its slot, if it has one; returns what still uses the slot."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
+    """Goes through a slot of the ring, or straight to `target`."""
+
     source: torch.Tensor
     computed: Event
     name: str
     join: Join
+    target: torch.Tensor | None = None
     copied: Outcome = field(default_factory=Outcome)
 
 
@@ -37,7 +40,7 @@ class _Chunk:
 class _Copying:
     chunk: _Chunk
     content: torch.Tensor
-    slot: StagingSlot
+    slot: StagingSlot | None
     event: Event
 
 
@@ -78,9 +81,14 @@ class CopyDown:
         """Whether something is under way."""
         return self._thread.is_busy
 
-    def send(self, source: torch.Tensor, computed: Event, name: str, join: Join) -> Waitable:
-        """Copy a chunk, uint8 1D on the device, once compute has passed `computed`; what its memory is in use until."""
-        chunk = _Chunk(source, computed, name, join)
+    def send(
+        self, source: torch.Tensor, computed: Event, name: str, join: Join, *, target: torch.Tensor | None = None
+    ) -> Waitable:
+        """Copy a chunk, uint8 1D on the device, once compute has passed `computed`; what its memory is in use until.
+
+        It goes to a slot of the ring, or straight to `target`, on the host, which may be shorter by padding.
+        """
+        chunk = _Chunk(source, computed, name, join, target)
         self._put(chunk)
         return chunk.copied
 
@@ -129,16 +137,19 @@ class CopyDown:
 
     def _may_begin(self, item: _Chunk | Callable[[], None]) -> bool:
         if isinstance(item, _Chunk):
-            return self._ring.num_free > 0
+            return item.target is not None or self._ring.num_free > 0
         return not self._copying
 
     def _begin(self, chunk: _Chunk) -> None:
         slot: StagingSlot | None = None
         try:
-            slot = self._ring.acquire(self._waits)
-            content = slot.take(chunk.source.numel())
+            content = chunk.target
+            if content is None:
+                slot = self._ring.acquire(self._waits)
+                content = slot.take(chunk.source.numel())
+            source = chunk.source[: content.numel()]
             event = self._transfers.to_host(
-                content, chunk.source, Wait.GRADIENT_COMPUTED, chunk.name, computed=chunk.computed
+                content, source, Wait.GRADIENT_COMPUTED, chunk.name, computed=chunk.computed
             )
         except BaseException as error:
             chunk.copied.over(error)
@@ -160,7 +171,8 @@ class CopyDown:
             item.chunk.copied.over()
             leaving = item.chunk.join(item.content, item.slot)
         finally:
-            self._ring.release(item.slot, leaving)
+            if item.slot is not None:
+                self._ring.release(item.slot, leaving)
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
@@ -168,7 +180,8 @@ class CopyDown:
             with suppress(Exception):
                 item.event.wait()
             item.chunk.copied.over(error)
-            self._ring.release(item.slot)
+            if item.slot is not None:
+                self._ring.release(item.slot)
         self._copying.clear()
         self._drop(error)
 

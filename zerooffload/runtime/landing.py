@@ -103,9 +103,10 @@ class Landing:
             content = part.place_of(chunk, memory)
             if computed is None:
                 using += self._join(departure, chunk, content, None)
-            else:
-                name = f"{training.gradient.name} #{chunk}"
-                using.append(self._down.send(content, computed, name, partial(self._join, departure, chunk)))
+                continue
+            target = self._home_to_fill(departure, chunk)
+            join = partial(self._join if target is None else self._norm_at_home, departure, chunk)
+            using.append(self._down.send(content, computed, f"{training.gradient.name} #{chunk}", join, target=target))
         if then is not None:
             self.call(then)
 
@@ -170,6 +171,24 @@ class Landing:
             return self._host_kernels.square_sums(elements)
         finally:
             self._ring.release(slot)
+
+    def _home_to_fill(self, departure: _Departure, chunk: int) -> torch.Tensor | None:
+        """The home of a chunk's gradient, if all that it will hold now comes as it is to be there."""
+        home, span = departure.training.gradient, departure.part.home.layout.chunk_range(chunk)
+        is_same = departure.training.gradient_dtype is departure.part.flat.layout.dtype
+        if not is_same or departure.holds_any(span) or not departure.is_whole(span):
+            return None
+        return home.view(Space.HOST, chunk)
+
+    def _norm_at_home(
+        self, departure: _Departure, chunk: int, content: torch.Tensor, _slot: StagingSlot | None
+    ) -> list[Waitable]:
+        """A chunk has come straight home."""
+        (elements,) = departure.training.gradient.layout.split(chunk, content).values()
+        zero_absent(departure.part, departure.part.home.layout.chunk_range(chunk), elements, departure.held_after)
+        with self._recorder.working(Work.GRADIENT_NORM, departure.part.flat.layout.name):
+            self._sums[id(departure.part), chunk] = self._host_kernels.square_sums(elements)
+        return []
 
     def _join(
         self, departure: _Departure, chunk: int, content: torch.Tensor, slot: StagingSlot | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -66,14 +67,14 @@ class Scene:
     joined: list[int] = field(default_factory=list)
     gate_of: dict[int, Gate] = field(default_factory=dict)
 
-    def join(self, content: torch.Tensor, slot: StagingSlot) -> list[Waitable]:
+    def join(self, content: torch.Tensor, slot: StagingSlot | None) -> list[Waitable]:
         del slot
         self.joined.append(int(content[0]))
         return []
 
-    def send(self, number: int) -> Waitable:
+    def send(self, number: int, target: torch.Tensor | None = None) -> Waitable:
         source = torch.full((PAGE,), number, dtype=torch.uint8)
-        return self.down.send(source, f"point {number}", f"chunk {number}", self.join)  # type: ignore[arg-type]
+        return self.down.send(source, f"point {number}", f"chunk {number}", self.join, target=target)  # type: ignore[arg-type]
 
     def open_all(self) -> None:
         """Whatever copies are begun, let them be done, until nothing is under way."""
@@ -111,6 +112,20 @@ def test_the_sender_does_not_wait_and_chunks_are_joined_in_order(scene: Scene) -
     assert scene.joined == [0, 1, 2, 3, 4]
     assert all(ticket.done() for ticket in tickets)
     assert scene.transfers.behind == [f"point {number}" for number in range(5)]
+    assert scene.ring.num_free == NUM_SLOTS
+
+
+def test_what_goes_straight_to_its_target_needs_no_slot(scene: Scene) -> None:
+    targets = [torch.zeros(PAGE - 8, dtype=torch.uint8) for _ in range(NUM_SLOTS + 3)]
+    for number, target in enumerate(targets):
+        scene.send(number, target)
+    deadline = time.monotonic() + 10
+    while len(scene.transfers.gates) < len(targets):
+        assert time.monotonic() < deadline
+    assert scene.joined == []
+    scene.open_all()
+    assert scene.joined == list(range(len(targets)))
+    assert all(bool((target == number).all()) for number, target in enumerate(targets))
     assert scene.ring.num_free == NUM_SLOTS
 
 
