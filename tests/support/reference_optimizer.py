@@ -126,7 +126,10 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         reference.step(scalars, param.view(-1), self._records[param], grad.reshape(-1), self._starts.get(param, 0))
 
     def _new_record(self, param: torch.Tensor, master: torch.Tensor) -> dict[str, torch.Tensor]:
-        layout = RecordLayout(self._states.parts(param.dtype), param.numel(), 1 << 40)
+        parts = self._states.parts(param.dtype)
+        if not param.numel():
+            return {part.name: torch.empty(0, dtype=part.dtype) for part in parts}
+        layout = RecordLayout(parts, param.numel(), 1 << 40)
         record = layout.split(0, torch.zeros(layout.file_nbytes(0), dtype=torch.uint8, device=param.device))
         if REMAINDER.name in record and master.dtype is torch.float32:
             record[REMAINDER.name].copy_(reference.split_master(master)[1])
