@@ -142,6 +142,7 @@ class UnitFlat:
     def show_at_home(self) -> None:
         """Let the parameters show what they are when nothing moves: values if the home can be used, else nothing."""
         if self.range is None and self.copies_are_current:
+            self.flat.let_be_used()
             self.flat.show_full()
         else:
             self.flat.show_away()
