@@ -97,7 +97,7 @@ def full_params(
     run, units = units_of(module)
     if not isinstance(run, Run):
         raise ConfigError(f"{type(module).__name__} is not offloaded")
-    run.check_resumed()
+    run.kept.check_resumed()
     run.check_on_device()
     with run.access.full(units, writeback=writeback, grads=grads):
         yield

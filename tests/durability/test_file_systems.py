@@ -193,7 +193,7 @@ def punch_free_slots(training: Stepwise) -> None:
     assert nvme is not None
     commits.settle()
     free = []
-    for _, block in run._kept_blocks():
+    for _, block in run.kept.blocks():
         for chunk, place in enumerate(block.kept_places):
             index = (block.first_index or 0) + chunk
             free.append((1 - nvme.slots._committed[index], place, block.layout.file_nbytes(chunk)))

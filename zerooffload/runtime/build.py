@@ -156,7 +156,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
             agreement, in_background = env.collectives.agreement(), env.commit_in_background
             agree(
                 env.collectives,
-                lambda: run.keep_steps(storage, agreement, in_background=in_background),
+                lambda: run.kept.begin(storage, agreement, in_background=in_background),
                 "beginning the journal",
             )
     except BaseException:

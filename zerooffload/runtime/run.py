@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerooffload.errors import ConfigError, InternalError
-from zerooffload.journal import Journal, StepRecord
+from zerooffload.errors import ConfigError
 from zerooffload.optim.kernels import Kernels
 from zerooffload.optim.optimizer import ScalarsOf
 from zerooffload.optim.record import OptimizerStates
@@ -25,29 +24,26 @@ from zerooffload.optim.stream import StreamedUpdate
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.runtime.ahead import AheadUpdates
 from zerooffload.runtime.clipping import Chosen, clip_factor, norm_sum, scale, total_norm
-from zerooffload.runtime.commits import Commits
 from zerooffload.runtime.fetch import Fetcher
 from zerooffload.runtime.gradient_hooks import hook_gradient
 from zerooffload.runtime.gradients import GradientPath
 from zerooffload.runtime.hook_points import HookPoint
-from zerooffload.runtime.kept_chunks import KeptChunks
+from zerooffload.runtime.kept_steps import KeptSteps
 from zerooffload.runtime.landing import Landing
 from zerooffload.runtime.param_access import ParamAccess
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
 from zerooffload.runtime.schedule import Owner, Schedule
-from zerooffload.runtime.storage import Storage, with_places
-from zerooffload.runtime.tracking import Tracking
 from zerooffload.runtime.update import plan_update
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.runtime.updating import UpdatePolicy, Updating
 from zerooffload.runtime.watching import watched
-from zerooffload.sharding.collectives import Collectives, StepAgreement, agree
+from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.registry import Residence, forget, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 from zerooffload.telemetry import Listener, StepReport, Work, process_peak_bytes
 from zerooffload.telemetry.recorder import CountingRecorder, Counts
-from zerooffload.tiers import Block, NvmeBlock, SlotState, Space
+from zerooffload.tiers import SlotState, Space
 
 
 class Run:
@@ -62,6 +58,8 @@ class Run:
     ----------
     micro_batch_size : int or None
         Samples of a slice, where blocks run in slices.
+    kept : KeptSteps
+        What of it outlives it.
     """
 
     def __init__(
@@ -116,8 +114,8 @@ class Run:
         fetcher = Fetcher(parts.accelerator, parts.transfers, resources.param_ring, parts.waits, self._updates)
         evicts = plan.window_nbytes < plan.placement.window.most_nbytes
         self._residency = Residency(plan.window_nbytes, fetcher, collectives, parts.accelerator, updates, evicts=evicts)
-        self._tracking = Tracking(parts.accelerator)
-        ahead = AheadUpdates(updates, self._landing, self._tracking.optimizers)
+        self.kept = KeptSteps(self.units, resources, parts, collectives)
+        ahead = AheadUpdates(updates, self._landing, self.kept.tracking.optimizers)
         self._updating = Updating(updates, ahead, policy, resources.ring, parts)
         self._gradients = GradientPath(
             plan.collection_nbytes,
@@ -131,8 +129,6 @@ class Run:
         self._schedule = Schedule(
             self._points, self._residency, self._gradients, self._moments(), recorder=parts.recorder
         )
-        self._unresumed: StepRecord | None = None
-        self._random_at_forward: dict[str, Any] | None = None
         self.access = ParamAccess(
             residency=self._residency,
             gradients=self._gradients,
@@ -162,102 +158,19 @@ class Run:
                 for index in range(len(part.flat.params)):
                     self._handles += hook_gradient(self._schedule, unit, part, training, index)
 
-    def keep_steps(self, storage: Storage, agreement: StepAgreement, *, in_background: bool) -> None:
-        """Begin the journal of a run that begins, or take up that of one that is continued."""
-        nvme, record = self._resources.nvme, storage.record
-        if nvme is None:
-            raise InternalError("steps are kept without an nvme tier")
-        directories = [directory.path for directory in storage.directories]
-        journal = Journal(directories, nvme.engine, nvme.state_files, len(nvme.slots), is_new=record is None)
-        # The run must not be kept alive by what ends it.
-        own_late = weakref.WeakMethod(self._take_late)
-
-        def take_late(at_forward: bool) -> dict[str, Any] | None:  # noqa: FBT001
-            take = own_late()
-            return None if take is None else take(at_forward)
-
-        self._resources.commits = Commits(
-            journal,
-            nvme.slots,
-            agreement,
-            self._parts.waits,
-            run_id=storage.manifest.run_id,
-            sequence=0 if record is None else record.sequence,
-            step=0 if record is None else record.step,
-            take_late=take_late,
-            in_background=in_background,
-        )
-        if record is None:
-            manifest = with_places(storage.manifest, [kept for _, kept in self._kept_blocks()])
-            state = {**self._tracking.at_step(), **self._take_late(at_forward=False)}
-            journal.begin(manifest, StepRecord(manifest.run_id, 0, 0, nvme.slots.state(), state))
-        else:
-            nvme.slots.restore(record.chunks)
-            nvme.slots.commit(record.chunks)
-            self._unresumed = record
-
     def track(self, objects: Mapping[str, Any]) -> None:
         """See `zo.track`."""
-        self._tracking.track(objects)
+        self.kept.tracking.track(objects)
 
     def resume(self, optimizers: Sequence[torch.optim.Optimizer]) -> int:
         """See `zo.resume`."""
         self._check_alive()
-        commits, record = self._resources.commits, self._unresumed
-        if commits is None:
-            raise ConfigError(
-                "this placement resumes from checkpoints only: steps are committed where all trained states live on"
-                " nvme, or with durable=True; and not with atomic_steps=False"
-            )
-        if record is None:
-            if self._num_steps:
-                raise ConfigError("zo.resume comes before training: this run has finished steps already")
-            return 0
-        agree(self._collectives, lambda: self._take_up(record, optimizers), "resuming")
-        agree(self._collectives, lambda: commits.continue_from(record), "resuming")
-        self._unresumed = None
-        self._num_steps = record.step
-        self._random_at_forward = record.state.get("random_at_forward")
-        return record.step
-
-    def _take_up(self, record: StepRecord, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        blocks = list(self._kept_blocks())
-        KeptChunks(self._resources.ring, self._parts).take_up(blocks)
-        for part, _ in (flat for unit in self.units for flat in trainable(unit)):
-            part.own_changed()
-            part.show_at_home()
-        flats = [training for unit in self.units for _, training in trainable(unit)]
-        for training, steps in zip(flats, record.state["steps"], strict=True):
-            training.steps[:] = steps
-        self._tracking.put_back(record.state, optimizers)
-
-    def _kept_blocks(self) -> Iterator[tuple[Block, NvmeBlock]]:
-        """What outlives the run: a state's home, and where it is kept; the same block if that is its home."""
-        for unit in self.units:
-            for part in unit.parts:
-                for block in (part.home, part.training.optimizer if part.training is not None else None):
-                    kept = block.mirror or block if block is not None else None
-                    if block is not None and isinstance(kept, NvmeBlock) and kept.first_index is not None:
-                        yield block, kept
-
-    def _step_counts(self) -> list[list[int]]:
-        return [list(training.steps) for unit in self.units for _, training in trainable(unit)]
-
-    def _take_late(self, at_forward: bool) -> dict[str, Any]:  # noqa: FBT001
-        """What a commit takes when the user's loop is through with the step."""
-        late = {**self._tracking.at_forward(), "steps": self._step_counts()}
-        return {**late, **self._tracking.random_at_forward()} if at_forward else late
+        self._num_steps = self.kept.resume(optimizers, self._num_steps)
+        return self._num_steps
 
     def _moments(self) -> Owner:
         updating = self._updating
-        return Owner(self._check_usable, self._training_begins, updating.backward_begins, updating.backward_raised)
-
-    def _training_begins(self) -> None:
-        if self._random_at_forward is not None:
-            self._tracking.put_back_random(self._random_at_forward)
-            self._random_at_forward = None
-        if self._resources.commits is not None:
-            self._resources.commits.seal(at_forward=True)
+        return Owner(self._check_usable, self.kept.training_begins, updating.backward_begins, updating.backward_raised)
 
     def values_are_wanted(self, residence: Residence) -> None:
         """An operation is about to use a parameter that no module in use is known to need.
@@ -283,7 +196,7 @@ class Run:
                 f"the states were laid out for {self._states.algorithm}, not for {rule.name}:"
                 f' call zo.offload with OffloadConfig(algorithm="{rule.name}")'
             )
-        self._tracking.take_optimizer(optimizer)
+        self.kept.tracking.take_optimizer(optimizer)
 
     def update(self, scalars_of: ScalarsOf) -> None:
         """See `OptimizerRun`."""
@@ -292,12 +205,8 @@ class Run:
         self._updates.finish()
         planned = plan_update(self.units, scalars_of)
         self._residency.send_home()
-        commits = self._resources.commits
-        state: dict[str, Any] = {}
-        if commits is not None:
-            commits.settle()
-            state = self._tracking.at_step()
-        before = self._slots_before()
+        state = self.kept.step_begins()
+        before = self.kept.slots()
         try:
             if self._updating.hides:
                 # Each update waits for the writes of its own gradients.
@@ -314,35 +223,21 @@ class Run:
         for update in planned:
             update.count()
         self._num_steps += 1
-        if commits is not None:
-            commits.begin(self._num_steps, state, written)
+        self.kept.commit(self._num_steps, state, written)
         self._updating.step_is_over()
         self._make_report()
 
-    def _slots_before(self) -> SlotState | None:
-        """What an update that fails can be undone to: None where it changes states in place."""
-        nvme = self._resources.nvme
-        in_place = any(block.mirror is not None for block, _ in self._kept_blocks())
-        if self._resources.commits is None or nvme is None or in_place or self._collectives.world_size > 1:
-            return None
-        if not nvme.slots.is_committed:
-            # Edited since: the update writes where the edit is.
-            return None
-        return nvme.slots.state()
-
     def _end_half_way(self, error: BaseException, before: SlotState | None) -> None:
         """An update failed: with two slots nothing has happened, else some chunks are a step ahead of others."""
-        if before is not None and self._resources.nvme is not None:
-            self._resources.nvme.slots.restore(before)
+        if before is not None:
+            self.kept.undo_to(before)
             return
         self._failure = error
-        if self._resources.commits is not None:
-            self._resources.commits.fail()
+        self.kept.update_failed()
 
     def _edit_ended_half_way(self, error: BaseException) -> None:
         self._failure, self._what_failed = error, "an edit"
-        if self._resources.commits is not None:
-            self._resources.commits.give_up(error)
+        self.kept.edit_failed(error)
 
     def release_device(self) -> None:
         """See `zo.release_device`."""
@@ -519,22 +414,8 @@ class Run:
             if part.training is not None
         ]
 
-    def check_resumed(self) -> None:
-        """See that values are this run's: one that its directory holds is neither shown nor lost.
-
-        Raises
-        ------
-        ConfigError
-            Before `zo.resume`.
-        """
-        if self._unresumed is not None:
-            raise ConfigError(
-                f"the nvme paths hold a run that finished step {self._unresumed.step}: continue it with"
-                " zo.resume(model, optimizer), or lose it with OffloadConfig(overwrite=True)"
-            )
-
     def _check_usable(self) -> None:
-        self.check_resumed()
+        self.kept.check_resumed()
         self._check_alive()
         self.check_on_device()
 
@@ -577,7 +458,7 @@ class Run:
             tiers=self._resources.usage(),
             baseline_bytes=self._baseline_bytes,
             process_peak_bytes=process_peak_bytes(),
-            committed_step=None if self._resources.commits is None else self._resources.commits.step,
+            committed_step=self.kept.step,
         )
         self._step_began = now
         recorder.step_ended(self._report, now)
