@@ -1,8 +1,8 @@
 """The table of what works with what: its cells, and the page that shows them.
 
-A cell is a training of one kind of model, in one kind of loop, with its states in one place, on one rank or two, under
-one stage. It is equal, bit for bit, to the same training in plain PyTorch with the reference optimizer, or refused with
-the error that the page names.
+A cell is a training of one kind of model, in one kind of loop, with its states in one place, on one rank, or on two in
+one of ZeRO's stages. It is equal, bit for bit, to the same training in plain PyTorch with the reference optimizer, or
+refused with the error that the page names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import zerooffload as zo
 BASE_LOOP = "two micro-steps, clipping"
 LOOP_MODELS = ("Llama", "LoRA", "packed experts")
 """All loops go with these; the other models with the base loop, unless all is gone through."""
-STAGES = (3,)
 _AMPLE = "16MiB"
 
 
@@ -65,7 +64,9 @@ PLACES: dict[str, Place] = {
         True,
     ),
 }
-RANK_PLACES: dict[str, Homes] = {"2 ranks, host": ("host", "host", "host"), "2 ranks, nvme": ("nvme", "nvme", "nvme")}
+RANK_PLACES = ("host", "nvme")
+STAGES = (0, 1, 2, 3)
+"""Of several ranks: on one, nothing is sharded."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,6 @@ class Cell:
     model: str
     loop: str
     place: str
-    stage: int = 3
 
     @property
     def kind(self) -> KindOfModel:
@@ -99,13 +99,7 @@ def cells() -> list[Cell]:
     pairs = list(itertools.product(MODELS, LOOPS))
     if not EXHAUSTIVE:
         pairs = [pair for pair in pairs if _is_chosen(*pair)]
-    return [
-        Cell(model, loop, place, stage)
-        for model, loop in pairs
-        for place in PLACES
-        for stage in STAGES
-        if _can_be(model, loop)
-    ]
+    return [Cell(model, loop, place) for model, loop in pairs for place in PLACES if _can_be(model, loop)]
 
 
 def _is_chosen(model: str, loop: str) -> bool:
@@ -143,7 +137,7 @@ def train_cell(cell: Cell, recipe: Recipe, folder: Path) -> Outcome:
     """Offloaded."""
     place = PLACES[cell.place]
     config: dict[str, Any] = dict(zip(("params", "optimizer", "gradients"), place.homes, strict=True))
-    config |= {"nvme_paths": [folder], "host_memory": _AMPLE, "device_memory": _AMPLE, "stage": cell.stage}
+    config |= {"nvme_paths": [folder], "host_memory": _AMPLE, "device_memory": _AMPLE}
     with ExitStack() as stack:
         environment = stack.enter_context(simulated()) if place.is_simulated else None
         if place.moves and not cell.kind.borrows and not LOOPS[cell.loop].holds_more:
@@ -170,8 +164,8 @@ _INTRODUCTION = """\
 `=` is a training that has the same bits (losses, gradient norms, parameters, buffers) as the same training in plain
 PyTorch with the reference optimizer; a number leads to the error with which it is refused. Each of them is a test, in
 `tests/training/test_compatibility.py` or `tests/distributed/test_compatibility.py`, and this page is written from
-their cells, by `PYTHONPATH=tests python -P tests/support/compatibility.py`. ZeRO stage 3; on several ranks "plain
-PyTorch" is one process that computes each rank's gradients and adds them as the ranks do.
+their cells, by `PYTHONPATH=tests python -P tests/support/compatibility.py`. On several ranks "plain PyTorch" is one
+process that computes each rank's gradients and adds them as the ranks do.
 """
 
 _NOTES = """\
@@ -193,6 +187,9 @@ _NOTES = """\
   window has no room for that, and the error says how much it wants.
 - **Experts.** Tokens may go anywhere: a block of experts is one unit, and an expert that got no token on any rank has
   no gradient. Where each expert is a unit of its own (`units=[...]`), every rank must call the same ones.
+- **Other depths on other ranks** ("nested"): stage 3 gathers at each call of a block, so every rank must call the same
+  ones. Stages 1 and 2 gather after an update, at the first call: only these must come in one order. Stage 0 never
+  gathers parameters.
 - **A layer larger than the device budget** is refused by `zo.offload`, with the bytes of each holder and what would
   help.
 - **torch.compile.** Compile blocks, or their forwards; our hooks are not traced, so `fullgraph=True` is for the
@@ -211,7 +208,10 @@ def page() -> str:
         "## Places\n",
         _table(("place", "states"), ((name, place.what) for name, place in PLACES.items())),
         "## Models\n",
-        _table(("model", "", *PLACES, *RANK_PLACES), _model_rows(errors)),
+        _table(("model", "", *PLACES), _model_rows(errors)),
+        "## Stages\n",
+        "On two ranks, each with batches of its own, in each of [ZeRO's stages](stages.md).\n",
+        _table(("model", *(f"{stage}, {place}" for stage, place in _stage_columns())), _stage_rows(errors)),
         "## Loops\n",
         f"With {', '.join(LOOP_MODELS)}; compiled with the first alone. Exhaustive tests go through all models.\n",
         _table(("loop", *PLACES), _loop_rows(errors)),
@@ -224,9 +224,16 @@ def page() -> str:
 
 def _model_rows(errors: dict[str, int]) -> Iterator[tuple[str, ...]]:
     for name, kind in MODELS.items():
-        on_one = (_sign(Cell(name, BASE_LOOP, place).refused, errors) for place in PLACES)
-        on_two = (_sign(kind.refused_on_ranks, errors) for _ in RANK_PLACES)
-        yield (name, kind.what, *on_one, *on_two)
+        yield (name, kind.what, *(_sign(Cell(name, BASE_LOOP, place).refused, errors) for place in PLACES))
+
+
+def _stage_columns() -> Iterator[tuple[int, str]]:
+    return itertools.product(STAGES, RANK_PLACES)
+
+
+def _stage_rows(errors: dict[str, int]) -> Iterator[tuple[str, ...]]:
+    for name, kind in MODELS.items():
+        yield (name, *(_sign(kind.refused_on_ranks.get(stage, ""), errors) for stage, _ in _stage_columns()))
 
 
 def _loop_rows(errors: dict[str, int]) -> Iterator[tuple[str, ...]]:

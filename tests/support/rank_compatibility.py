@@ -21,6 +21,8 @@ import zerooffload as zo
 
 NUM_STEPS = 3
 MAX_NORM = 1.0
+Case = tuple[int, str]
+"""A stage, and a model."""
 
 
 def rank_loss(model: nn.Module, name: str, step: int, rank: int) -> torch.Tensor:
@@ -31,23 +33,23 @@ def rank_loss(model: nn.Module, name: str, step: int, rank: int) -> torch.Tensor
 
 
 def train_models(
-    rank: int, world_size: int, folder: str, homes: Homes, names: Sequence[str]
-) -> dict[str, Mapping[str, Any]]:
-    """Each model after the other: norms and parameters, or the error."""
+    rank: int, world_size: int, folder: str, homes: Homes, cases: Sequence[Case]
+) -> dict[Case, Mapping[str, Any]]:
+    """Each model after the other, in a stage: norms and parameters, or the error."""
     warnings.simplefilter("ignore")
-    results: dict[str, Mapping[str, Any]] = {}
-    for name in names:
-        own_folder = Path(folder, f"{name.replace(' ', '-')}-{world_size}")
+    results: dict[Case, Mapping[str, Any]] = {}
+    for stage, name in cases:
+        own_folder = Path(folder, f"{name.replace(' ', '-')}-{world_size}-{stage}")
         own_folder.mkdir(exist_ok=True)
         try:
-            results[name] = _train(rank, name, str(own_folder), homes)
+            results[stage, name] = _train(rank, name, offload_config(str(own_folder), homes, stage=stage))
         except zo.ZeroOffloadError as error:
-            results[name] = {"refused": str(error)}
+            results[stage, name] = {"refused": str(error)}
     return results
 
 
-def _train(rank: int, name: str, folder: str, homes: Homes) -> Mapping[str, Any]:
-    model = zo.offload(MODELS[name].build().train(), offload_config(folder, homes))
+def _train(rank: int, name: str, config: zo.OffloadConfig) -> Mapping[str, Any]:
+    model = zo.offload(MODELS[name].build().train(), config)
     try:
         optimizer = zo.AdamW(model.parameters(), **OPTIONS)
         norms = []
