@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.folders import leftovers
-from support.meshes import ON_NVME, refused, train_in_groups, train_replicated
+from support.meshes import ON_NVME, cut_differently, refused, train_in_groups, train_replicated
 from support.rank_bound import RanksAndOne
 from support.rank_emulation import EmulatedRanks
 from support.rank_stages import Case
@@ -74,3 +74,9 @@ def test_other_meshes_and_a_group_of_others_are_refused() -> None:
         assert "mesh[names]" in cube
         assert "stage=0" in column
         assert ("is not in the process group" in outside) == (rank > 1)
+
+
+def test_a_rank_whose_model_cannot_be_cut_tells_the_others() -> None:
+    first, second = run_ranks(cut_differently, 2)
+    assert "planning failed on another rank: rank 1: ConfigError: units=['layers.*'] matches no module" in first
+    assert second.startswith("units=['layers.*'] matches no module")

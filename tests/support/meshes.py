@@ -45,9 +45,14 @@ def refused(rank: int, world_size: int) -> tuple[str, str, str]:
     return _error(cube), _error(column), outside
 
 
-def _error(process_group: Any) -> str:
+def cut_differently(rank: int, _world_size: int) -> str:
+    """What is said where only the first rank names units that there are."""
+    return _error(None, units=["transformer.h.*" if rank == 0 else "layers.*"])
+
+
+def _error(process_group: Any, **fields: Any) -> str:
     try:
-        zo.offload(small_gpt2(), process_group=process_group)
-    except zo.ConfigError as error:
+        zo.offload(small_gpt2(), zo.OffloadConfig(**fields), process_group=process_group)
+    except zo.ZeroOffloadError as error:
         return str(error)
     return "accepted"

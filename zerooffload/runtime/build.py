@@ -116,15 +116,9 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
     TierIOError
         If the nvme paths cannot be used. The model is untouched then.
     """
-    _check_model(model)
     baseline_bytes = process_resident_bytes()
-    found = find_units(model, config.units)
+    found, plan = agree(env.collectives, lambda: _cut_and_plan(model, config, env), "planning")
     params_of = dict(stored_tensors(model))
-    world_size = env.collectives.world_size
-    layouts = [_unit_layout(unit, params_of, config, world_size) for unit in found]
-    reach = Reach(env.accelerator.shares_host_memory, env.accelerator.range_nbytes)
-    inputs = _block_inputs(found, layouts, config, reach)
-    plan = agree(env.collectives, lambda: _announce(layouts, inputs, config, env, reach), "planning")
     plan = _same_windows(plan, env.collectives).with_cache()
     warn_if_memory_is_short(plan)
     recorder = CountingRecorder()
@@ -167,6 +161,19 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
     run.install()
     slice_blocks(run, found, config, resources, parts)
     return run
+
+
+def _cut_and_plan(
+    model: nn.Module, config: OffloadConfig, env: Environment
+) -> tuple[list[UnitModules], AnnouncedPlan]:
+    """The units, and what they take."""
+    _check_model(model)
+    found = find_units(model, config.units)
+    params_of = dict(stored_tensors(model))
+    layouts = [_unit_layout(unit, params_of, config, env.collectives.world_size) for unit in found]
+    reach = Reach(env.accelerator.shares_host_memory, env.accelerator.range_nbytes)
+    inputs = _block_inputs(found, layouts, config, reach)
+    return found, _announce(layouts, inputs, config, env, reach)
 
 
 def _same_windows(plan: AnnouncedPlan, collectives: Collectives) -> AnnouncedPlan:
