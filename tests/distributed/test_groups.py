@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from support.folders import leftovers
-from support.meshes import ON_NVME, cut_differently, refused, train_in_groups, train_replicated
+from support.meshes import (
+    ON_NVME,
+    cut_by_tensor_parallelism,
+    cut_differently,
+    refused,
+    train_in_groups,
+    train_replicated,
+)
 from support.rank_bound import RanksAndOne
 from support.rank_emulation import EmulatedRanks
 from support.rank_stages import Case
@@ -80,3 +87,10 @@ def test_a_rank_whose_model_cannot_be_cut_tells_the_others() -> None:
     first, second = run_ranks(cut_differently, 2)
     assert "planning failed on another rank: rank 1: ConfigError: units=['layers.*'] matches no module" in first
     assert second.startswith("units=['layers.*'] matches no module")
+
+
+def test_tensor_parallel_models_are_refused() -> None:
+    for errors in run_ranks(cut_by_tensor_parallelism, 2):
+        for error in errors:
+            assert "parameter 0.weight is a DTensor" in error
+            assert "Hand in the plain model" in error

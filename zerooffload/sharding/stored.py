@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerooffload.errors import ConfigError
@@ -24,9 +25,16 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Raises
     ------
     ConfigError
-        If a trainable parameter is made of other tensors.
+        If a trainable parameter is made of other tensors, or any is shared with other ranks already.
     """
     for name, param in module.named_parameters(remove_duplicate=False):
+        # A DTensor, told by what it has: its module takes long to import.
+        if isinstance(getattr(param, "device_mesh", None), DeviceMesh):
+            raise ConfigError(
+                f"parameter {name} is a {type(param).__name__}: models that are cut by tensor parallelism"
+                " (parallelize_module, fully_shard) cannot be offloaded. Hand in the plain model, which stage=3 shards"
+                " over the ranks of process_group"
+            )
         if is_traceable_wrapper_subclass(param) and param.requires_grad:
             raise ConfigError(
                 f"parameter {name} is a {type(param).__name__}, made of other tensors: it can be offloaded where it is"
