@@ -21,7 +21,13 @@ from zerooffload.runtime.ordinary_calls import make_ordinary_calls_right
 from zerooffload.runtime.param_access import units_of
 from zerooffload.runtime.run import Run
 from zerooffload.runtime.sliced_loss import SlicedLoss
-from zerooffload.sharding.collectives import Collectives, GroupCollectives, ReplicatedCollectives, SingleRank
+from zerooffload.sharding.collectives import (
+    Collectives,
+    GroupCollectives,
+    PartCollectives,
+    ReplicatedCollectives,
+    SingleRank,
+)
 from zerooffload.sharding.registry import residence_of
 from zerooffload.telemetry import Listener, StepReport, TraceFile
 
@@ -29,7 +35,11 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def offload(
-    model: M, config: OffloadConfig | None = None, *, process_group: dist.ProcessGroup | DeviceMesh | None = None
+    model: M,
+    config: OffloadConfig | None = None,
+    *,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    pipeline_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> M:
     """Move a model's states to their home tiers, in place, and hook the model so that it trains from there.
 
@@ -43,6 +53,10 @@ def offload(
         The ranks that train the model; default: all. Gradients are averaged over these ranks, and each keeps 1/N of
         every state that the stage shards. Of a 2D mesh, the ranks along the second dimension share a replica of the
         model, and each keeps 1/N of its states, N being that dimension's length; the first dimension counts replicas.
+    pipeline_group : ProcessGroup or 1D DeviceMesh, optional
+        Where `model` is a stage of a pipeline: this rank and one of each other stage. Gradient norms, loss scales and
+        committed steps are then those of all stages, which call `offload`, `clip_grad_norm_`, `resume` and
+        `optimizer.step` alike. Needs `process_group`.
 
     Returns
     -------
@@ -59,7 +73,10 @@ def offload(
         If the nvme paths cannot be used.
     """
     config = config or OffloadConfig()
-    return offload_in(model, config, environment(config, default_accelerator(), _collectives(process_group)))
+    collectives = _collectives(process_group)
+    if pipeline_group is not None:
+        collectives = _of_stages(collectives, process_group, pipeline_group)
+    return offload_in(model, config, environment(config, default_accelerator(), collectives))
 
 
 def offload_in(model: M, config: OffloadConfig, env: Environment) -> M:
@@ -109,7 +126,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - torch's signature
 ) -> torch.Tensor:
-    """Clip gradients by their exact global norm over all tiers.
+    """Clip gradients by their exact global norm over all tiers, ranks and stages of a pipeline.
 
     The factor `min(1, max_norm / (norm + 1e-6))` is applied when the optimizer reads the gradients.
 
@@ -393,16 +410,50 @@ def _collectives(ranks: dist.ProcessGroup | DeviceMesh | None) -> Collectives:
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the process group has {world_size} ranks:"
             " start all of them the same way"
         )
-    if isinstance(ranks, DeviceMesh):
-        if ranks.ndim > 1:
-            return _replicated(ranks)
-        ranks = ranks.get_group()
-    group = ranks if ranks is not None else dist.group.WORLD
-    if group is None or dist.get_rank(group) < 0:
-        raise ConfigError(f"rank {dist.get_rank()} is not in the process group: call zo.offload on its members alone")
+    if isinstance(ranks, DeviceMesh) and ranks.ndim > 1:
+        return _replicated(ranks)
+    group = _group(ranks, "the process group")
     if dist.get_world_size(group) == 1:
         return SingleRank(dist.get_rank())
     return GroupCollectives(group)
+
+
+def _group(ranks: dist.ProcessGroup | DeviceMesh | None, what: str) -> dist.ProcessGroup:
+    """That of a mesh's only dimension, the one given, or the default one; this rank is in it."""
+    if isinstance(ranks, DeviceMesh):
+        ranks = ranks.get_group()
+    group = ranks if ranks is not None else dist.group.WORLD
+    if group is None or dist.get_rank(group) < 0:
+        raise ConfigError(f"rank {dist.get_rank()} is not in {what}: call zo.offload on its members alone")
+    return group
+
+
+def _of_stages(
+    own: Collectives, ranks: dist.ProcessGroup | DeviceMesh | None, stages: dist.ProcessGroup | DeviceMesh
+) -> Collectives:
+    """Those of a pipeline's stage that `ranks` train, whose `own` collectives are given, and of the other stages."""
+    if ranks is None:
+        raise ConfigError(
+            "pipeline_group without process_group: all ranks would train the same stage. Hand in the ranks that train"
+            ' this one, as in zo.offload(stage, process_group=mesh["dp"], pipeline_group=mesh["pp"])'
+        )
+    if isinstance(stages, DeviceMesh) and stages.ndim > 1:
+        raise ConfigError(f"pipeline_group is {stages}: hand in the dimension of the stages, mesh[name]")
+    group = _group(stages, "the pipeline's group")
+    shared = set(_global_ranks(ranks)) & set(_global_ranks(group))
+    if shared != {dist.get_rank()}:
+        raise ConfigError(
+            f"process_group and pipeline_group have ranks {sorted(shared)} in common, expected this one,"
+            f" {dist.get_rank()}, alone: a rank trains one stage"
+        )
+    return own if dist.get_world_size(group) == 1 else PartCollectives(own, GroupCollectives(group))
+
+
+def _global_ranks(ranks: dist.ProcessGroup | DeviceMesh) -> list[int]:
+    if isinstance(ranks, DeviceMesh):
+        members: list[int] = ranks.mesh.flatten().tolist()
+        return members
+    return dist.get_process_group_ranks(ranks)
 
 
 def _replicated(mesh: DeviceMesh) -> Collectives:

@@ -149,6 +149,8 @@ class TurnCollectives:
         Told of meetings. They all count until `hears_all` is False, then only those on the commits' channel.
     """
 
+    is_alone = False
+
     def __init__(self, turns: Turns, rank: int, hear: Hear = hear_nothing) -> None:
         self.world_size = turns.world_size
         self.rank = self.global_rank = rank
@@ -178,6 +180,10 @@ class TurnCollectives:
     def gather_of_shards(self, value: T) -> list[T]:
         """Every rank has one."""
         return self.gather_objects(value)
+
+    def gather_of_parts(self, value: T) -> list[T]:
+        """The model is the one part."""
+        return [value]
 
     def agreement(self) -> StepAgreement:
         """See `Collectives`."""

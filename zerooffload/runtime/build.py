@@ -163,9 +163,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
     return run
 
 
-def _cut_and_plan(
-    model: nn.Module, config: OffloadConfig, env: Environment
-) -> tuple[list[UnitModules], AnnouncedPlan]:
+def _cut_and_plan(model: nn.Module, config: OffloadConfig, env: Environment) -> tuple[list[UnitModules], AnnouncedPlan]:
     """The units, and what they take."""
     _check_model(model)
     found = find_units(model, config.units)

@@ -143,7 +143,7 @@ class KeptSteps:
         """What an update that fails can be undone to: None where it changes states in place."""
         nvme = self._resources.nvme
         in_place = any(block.mirror is not None for block, _ in self.blocks())
-        if self._resources.commits is None or nvme is None or in_place or self._collectives.world_size > 1:
+        if self._resources.commits is None or nvme is None or in_place or not self._collectives.is_alone:
             return None
         if not nvme.slots.is_committed:
             # Edited since: the update writes where the edit is.

@@ -392,7 +392,8 @@ class Run:
         self._gradients.settle()
         with self._parts.recorder.working(Work.GRADIENT_NORM, "of the model"):
             mine = norm_sum(chosen, norm_type, self._landing.square_sums, self._read_gradient)
-            return chosen, total_norm(self._collectives.gather_of_shards(mine), norm_type)
+            of_parts = self._collectives.gather_of_parts(self._collectives.gather_of_shards(mine))
+            return chosen, total_norm([of_shard for of_part in of_parts for of_shard in of_part], norm_type)
 
     def _read_gradient(self, part: UnitFlat, training: TrainingStates, index: int) -> torch.Tensor:
         self._gradients.drain()

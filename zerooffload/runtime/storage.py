@@ -24,7 +24,7 @@ from zerooffload.journal import (
 from zerooffload.journal.manifest import first_difference
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.planner.placement import FlatPlacement, StatePlacement
-from zerooffload.sharding.collectives import Collectives, agree
+from zerooffload.sharding.collectives import Collectives, agree, gather_from_all
 from zerooffload.tiers import ChunkPlace, NvmeBlock, RunDirectory, dtype_name
 from zerooffload.tiers.nvme import STATES_FILE
 
@@ -99,7 +99,7 @@ def _decide(
     directories: list[RunDirectory],
     history: History,
 ) -> Storage:
-    everyones = collectives.gather_objects((collectives.global_rank, history.summary, uuid.uuid4().hex))
+    everyones = gather_from_all(collectives, (collectives.global_rank, history.summary, uuid.uuid4().hex))
     common = common_step({rank: summary for rank, summary, _ in everyones})
     planned = planned_manifest(plan, config, collectives, everyones[0][2])
     if common is None or history.manifest is None:

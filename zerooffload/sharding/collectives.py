@@ -38,11 +38,14 @@ class Collectives(Protocol):
         Of the group whose ranks have a shard each. Other such groups may hold replicas of the model.
     global_rank : int
         In the whole job, where several groups may train at once: names files and is named in errors.
+    is_alone : bool
+        Whether no other rank trains the model, or another part of it.
     """
 
     world_size: int
     rank: int
     global_rank: int
+    is_alone: bool
 
     def all_gather(self, full: torch.Tensor, name: str) -> None:
         """Fill `full` `[world_size * shard_numel]`, where this rank's shard is already in its place; `name`'s."""
@@ -55,6 +58,9 @@ class Collectives(Protocol):
 
     def gather_of_shards(self, value: T) -> list[T]:
         """The small values of the ranks that have a shard each, in the order of the shards."""
+
+    def gather_of_parts(self, value: T) -> list[T]:
+        """The small values of a rank of each part, where ranks outside hold other parts of the model; in one order."""
 
     def agreement(self) -> StepAgreement:
         """A way of its own for a thread to learn what the least of all ranks' numbers is; every rank makes it."""
@@ -101,11 +107,24 @@ class _GroupAgreement:
         return int(number)
 
 
+class _AgreementOfParts:
+    """Of the ranks that train a part, then of the parts."""
+
+    def __init__(self, sharing: StepAgreement, parts: StepAgreement) -> None:
+        self._sharing = sharing
+        self._parts = parts
+
+    def least(self, mine: int) -> int:
+        """See `StepAgreement`."""
+        return self._parts.least(self._sharing.least(mine))
+
+
 class SingleRank:
     """A world of one: a shard is the whole."""
 
     world_size = 1
     rank = 0
+    is_alone = True
 
     def __init__(self, global_rank: int = 0) -> None:
         self.global_rank = global_rank
@@ -122,6 +141,10 @@ class SingleRank:
         return [value]
 
     def gather_of_shards(self, value: T) -> list[T]:
+        """The one."""
+        return [value]
+
+    def gather_of_parts(self, value: T) -> list[T]:
         """The one."""
         return [value]
 
@@ -143,6 +166,8 @@ class GroupCollectives:
     RankError
         From every method, if another rank is gone, or does something else at this moment.
     """
+
+    is_alone = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -197,6 +222,10 @@ class GroupCollectives:
     def gather_of_shards(self, value: T) -> list[T]:
         """All ranks have a shard each."""
         return self.gather_objects(value)
+
+    def gather_of_parts(self, value: T) -> list[T]:
+        """The model is the one part."""
+        return [value]
 
     def agreement(self) -> StepAgreement:
         """See `Collectives`."""
@@ -260,6 +289,8 @@ class ReplicatedCollectives:
         From every method, if another rank is gone, or does something else at this moment.
     """
 
+    is_alone = False
+
     def __init__(self, everyone: GroupCollectives, sharing: GroupCollectives, replicas: GroupCollectives) -> None:
         self._everyone = everyone
         self._sharing = sharing
@@ -286,6 +317,10 @@ class ReplicatedCollectives:
         """See `Collectives`."""
         return self._sharing.gather_objects(value)
 
+    def gather_of_parts(self, value: T) -> list[T]:
+        """The model is the one part."""
+        return [value]
+
     def agreement(self) -> StepAgreement:
         """With all ranks."""
         return self._everyone.agreement()
@@ -294,6 +329,65 @@ class ReplicatedCollectives:
         """See `Collectives`."""
         for group in (self._sharing, self._replicas):
             group.report_to(recorder)
+
+
+class PartCollectives:
+    """Of ranks that train a part of a model, such as a pipeline stage, while others train the other parts.
+
+    Parameters
+    ----------
+    own : Collectives
+        Of the ranks that train this part.
+    parts : GroupCollectives
+        Of this rank and one of each other part.
+
+    Raises
+    ------
+    RankError
+        From every method, if another rank is gone, or does something else at this moment.
+    """
+
+    is_alone = False
+
+    def __init__(self, own: Collectives, parts: GroupCollectives) -> None:
+        self._own = own
+        self._parts = parts
+        self.world_size = own.world_size
+        self.rank = own.rank
+        self.global_rank = own.global_rank
+
+    def all_gather(self, full: torch.Tensor, name: str) -> None:
+        """Of this part."""
+        self._own.all_gather(full, name)
+
+    def reduce_scatter(self, full: torch.Tensor, name: str) -> torch.Tensor:
+        """Of this part."""
+        return self._own.reduce_scatter(full, name)
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Of this part."""
+        return self._own.gather_objects(value)
+
+    def gather_of_shards(self, value: T) -> list[T]:
+        """Of this part."""
+        return self._own.gather_of_shards(value)
+
+    def gather_of_parts(self, value: T) -> list[T]:
+        """See `Collectives`."""
+        return self._parts.gather_objects(value)
+
+    def agreement(self) -> StepAgreement:
+        """With the ranks of all parts: a step is committed when all of the model is."""
+        return _AgreementOfParts(self._own.agreement(), self._parts.agreement())
+
+    def report_to(self, recorder: Recorder) -> None:
+        """See `Collectives`."""
+        self._own.report_to(recorder)
+
+
+def gather_from_all(collectives: Collectives, value: T) -> list[T]:
+    """The small values of all ranks that train the model, those of its other parts included; in one order."""
+    return [item for of_part in collectives.gather_of_parts(collectives.gather_objects(value)) for item in of_part]
 
 
 def agree(collectives: Collectives, work: Callable[[], T], what: str) -> T:
@@ -310,8 +404,8 @@ def agree(collectives: Collectives, work: Callable[[], T], what: str) -> T:
         result.append(work())
     except Exception as failure:  # noqa: BLE001 - raised below, once the others know
         error = failure
-    failures = collectives.gather_objects(
-        None if error is None else f"rank {collectives.global_rank}: {type(error).__name__}: {error}"
+    failures = gather_from_all(
+        collectives, None if error is None else f"rank {collectives.global_rank}: {type(error).__name__}: {error}"
     )
     if error is not None:
         raise error

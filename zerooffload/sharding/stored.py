@@ -33,7 +33,7 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             raise ConfigError(
                 f"parameter {name} is a {type(param).__name__}: models that are cut by tensor parallelism"
                 " (parallelize_module, fully_shard) cannot be offloaded. Hand in the plain model, which stage=3 shards"
-                " over the ranks of process_group"
+                " over the ranks of process_group, or a stage of a pipeline with pipeline_group"
             )
         if is_traceable_wrapper_subclass(param) and param.requires_grad:
             raise ConfigError(
