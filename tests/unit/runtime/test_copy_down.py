@@ -191,16 +191,19 @@ def test_nobody_is_left_waiting_for_the_memory_of_a_copy_that_failed(scene: Scen
 
 def test_what_is_abandoned_is_not_joined(scene: Scene) -> None:
     tickets = [scene.send(number) for number in range(4)]
-    opener = threading.Thread(target=lambda: [gate.opened.set() for gate in iter_gates(scene, 2)])
+
+    def open_gates() -> None:
+        # No copy is done before, so two at the most have a slot.
+        while scene.down._sent:
+            pass
+        while scene.down.is_busy:
+            for gate in list(scene.transfers.gates):
+                gate.opened.set()
+
+    opener = threading.Thread(target=open_gates)
     opener.start()
     scene.down.abandon()
     opener.join()
     assert set(scene.joined) <= {0, 1}
     assert all(ticket.done() for ticket in tickets)
     assert scene.ring.num_free == NUM_SLOTS
-
-
-def iter_gates(scene: Scene, most: int) -> Iterator[Gate]:
-    """Those of the copies that were begun, as they come."""
-    while scene.down.is_busy:
-        yield from scene.transfers.gates[:most]
