@@ -23,4 +23,13 @@ def test_the_readmes_links_lead_somewhere() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     targets = [part.split(")")[0] for part in text.split("](")[1:]]
     assert targets
-    assert all((ROOT / target).exists() for target in targets if "://" not in target)
+    assert [target for target in targets if "://" not in target and not leads_somewhere(target)] == []
+
+
+def leads_somewhere(target: str) -> bool:
+    """To a file or folder, and to a heading in it if one is named."""
+    path, _, heading = target.partition("#")
+    if not heading:
+        return (ROOT / path).exists()
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    return heading in {line.lstrip("#").strip().lower().replace(" ", "-") for line in lines if line.startswith("#")}
