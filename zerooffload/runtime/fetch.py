@@ -128,7 +128,8 @@ class Fetcher:
         if self._accelerator.shares_host_memory:
             return
         for unit in units:
-            if self._queue or not self._updates.is_home(unit):
+            # Without slots to spare, as where nothing is on files, no unit is looked at: this runs in every hook.
+            if self._queue or not self._early.has_room(len(self._reading)) or not self._updates.is_home(unit):
                 return
             for part in unit.moving_parts:
                 far = [chunk for chunk in part.current_chunks if part.home.view(Space.HOST, chunk) is None]

@@ -61,6 +61,10 @@ class ReadAhead:
         """Slots that are taken."""
         return len(self._early)
 
+    def has_room(self, num_taken: int) -> bool:
+        """Whether a record could be read now, without waiting, where others have taken `num_taken` slots."""
+        return self._ring.has_room(num_taken + len(self)) and self._ring.is_ready
+
     def begin(self, home: Block, chunks: Iterable[int], num_taken: int) -> bool:
         """Begin to read what is not there yet; False if slots were short, of which others have taken `num_taken`.
 
@@ -69,7 +73,7 @@ class ReadAhead:
         for chunk in chunks:
             if (home, chunk) in self._early:
                 continue
-            if not (self._ring.has_room(num_taken + len(self)) and self._ring.is_ready):
+            if not self.has_room(num_taken):
                 return False
             version = home.version(chunk)
             try:

@@ -180,6 +180,13 @@ class TestReadAhead:
         self.fetcher.read_ahead([unit])
         assert self.reads(unit) == [0]
 
+    def test_without_slots_no_unit_is_looked_at(self) -> None:
+        self.ring.num_free = 0
+        units = [far_unit() for _ in range(3)]
+        for unit in units:
+            unit.parts[0].home.view = lambda *_: pytest.fail("looked at")
+        self.fetcher.read_ahead(units)
+
     def test_nothing_while_a_fetch_waits_for_slots(self) -> None:
         fetched, ahead = [far_unit() for _ in range(3)], far_unit()
         for unit in fetched:
