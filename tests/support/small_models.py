@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 VOCABULARY = 128
 _LENGTH = 12
 
 
-def small_llama() -> nn.Module:
-    """Two blocks of 9,280 parameters, the head tied to the embedding."""
-    torch.manual_seed(7)
+def small_llama(*, tied: bool = True, seed: int = 7) -> nn.Module:
+    """Two blocks of 9,280 parameters, the head tied to the embedding or not."""
+    torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -23,12 +23,30 @@ def small_llama() -> nn.Module:
         num_key_value_heads=1,
         vocab_size=VOCABULARY,
         max_position_embeddings=64,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         pad_token_id=0,
         eos_token_id=None,
         bos_token_id=1,
     )
     return LlamaForCausalLM(config)
+
+
+def small_mixtral(*, seed: int = 13) -> nn.Module:
+    """Two blocks of four packed experts."""
+    torch.manual_seed(seed)
+    config = MixtralConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=VOCABULARY,
+        num_local_experts=4,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return MixtralForCausalLM(config)
 
 
 def small_gpt2(dropout: float = 0.0) -> nn.Module:

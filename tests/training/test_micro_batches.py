@@ -22,12 +22,10 @@ from support.reference_training import (
 )
 from support.simulated_engine import Fault
 from support.slices_by_hand import in_slices_by_hand
-from support.small_models import VOCABULARY, batch, small_gpt2, small_llama
+from support.small_models import VOCABULARY, batch, small_gpt2, small_llama, small_mixtral
 from support.training_recipes import evaluate, freeze, generate, with_checkpointing, with_dropout
 from torch import nn
 from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
     ViTConfig,
@@ -62,23 +60,6 @@ def small_t5(dropout: float = 0.0) -> nn.Module:
         decoder_start_token_id=0,
     )
     return T5ForConditionalGeneration(config)
-
-
-def small_mixtral() -> nn.Module:
-    torch.manual_seed(13)
-    config = MixtralConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCABULARY,
-        num_local_experts=4,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    return MixtralForCausalLM(config)
 
 
 def small_vit() -> nn.Module:

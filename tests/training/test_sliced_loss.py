@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from support.reference_training import Recipe, differences, train_offloaded, train_plain
 from support.slices_by_hand import in_slices_by_hand
-from support.small_models import VOCABULARY, batch, small_gpt2, small_llama
+from support.small_models import batch, small_gpt2, small_llama, small_mixtral
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import zerooffload as zo
 from zerooffload.integrations.huggingface import SLICE_RULES, slice_language_loss
@@ -25,38 +25,8 @@ BATCH, LENGTH, SIZE = 4, 9, 2
 """So that a sample has eight labels: dividing by their number is exact, here and in micro-batches."""
 
 
-def untied_llama() -> nn.Module:
-    torch.manual_seed(21)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        eos_token_id=None,
-        bos_token_id=1,
-    )
-    return LlamaForCausalLM(config)
-
-
-def untied_mixtral() -> nn.Module:
-    torch.manual_seed(22)
-    config = MixtralConfig(
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=VOCABULARY,
-        num_local_experts=4,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    return MixtralForCausalLM(config)
+untied_llama = partial(small_llama, tied=False, seed=21)
+untied_mixtral = partial(small_mixtral, seed=22)
 
 
 def tokens_of(step: int) -> torch.Tensor:
