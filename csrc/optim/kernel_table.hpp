@@ -31,6 +31,11 @@ constexpr int kMaxMoments = 2;
 enum class MomentFormat : std::uint8_t { kFloat32, kBfloat16, kBlock8 };
 constexpr int kNumMomentFormats = 3;
 
+// Bytes of an element: of a Dtype, of the companion of a parameter of a Dtype (see StepArrays), of a moment.
+constexpr std::int64_t kItemBytes[kNumDtypes] = {4, 2, 2};
+constexpr std::int64_t kCompanionBytes[kNumDtypes] = {0, 2, 4};
+constexpr std::int64_t kMomentBytes[kNumMomentFormats] = {4, 2, 1};
+
 // Where a step finds the float32 masters: in place, or joined from a bfloat16 parameter and its remainder
 // (both read only), and then left in `masters`.
 enum class MasterFormat : std::uint8_t { kInPlace, kSplit };

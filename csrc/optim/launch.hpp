@@ -15,7 +15,7 @@ namespace zerooffload::optim {
 // The kernels of the active CPU target.
 const KernelTable& active_kernels();
 
-constexpr std::int64_t item_bytes(Dtype dtype) noexcept { return dtype == Dtype::kFloat32 ? 4 : 2; }
+constexpr std::int64_t item_bytes(Dtype dtype) noexcept { return kItemBytes[static_cast<int>(dtype)]; }
 
 struct Argument {
   const char* name;

@@ -5,27 +5,17 @@
 namespace zerooffload::optim {
 namespace {
 
-std::int64_t moment_bytes(MomentFormat format) {
-  switch (format) {
-    case MomentFormat::kFloat32:
-      return 4;
-    case MomentFormat::kBfloat16:
-      return 2;
-    case MomentFormat::kBlock8:
-      return 1;
-  }
-  return 1;
-}
-
 void check(const RuleEntry& rule, const StepArrays& arrays, std::int64_t numel) {
   check_arguments({{"param", arrays.param, item_bytes(arrays.param_dtype)},
                    {"grad", arrays.grad, item_bytes(arrays.grad_dtype)}},
                   numel);
   if (arrays.param_dtype != Dtype::kFloat32) {
-    check_arguments({{"companion", arrays.companion, arrays.param_dtype == Dtype::kBfloat16 ? 2 : 4}}, numel);
+    check_arguments({{"companion", arrays.companion, kCompanionBytes[static_cast<int>(arrays.param_dtype)]}},
+                    numel);
   }
   for (int i = 0; i < rule.num_moments; ++i) {
-    check_arguments({{"moment", arrays.moments.values[i], moment_bytes(arrays.moment_format)}}, numel);
+    check_arguments(
+        {{"moment", arrays.moments.values[i], kMomentBytes[static_cast<int>(arrays.moment_format)]}}, numel);
     if (arrays.moment_format == MomentFormat::kBlock8) {
       check_arguments({{"exponents", arrays.moments.exponents[i], 1}}, numel);
     }

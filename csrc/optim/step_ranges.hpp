@@ -18,13 +18,9 @@ struct Scratch {
   alignas(64) float masters[kTileNumel];
 };
 
-inline Index item_bytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
-inline Index companion_bytes(Dtype param_dtype) {
-  return param_dtype == Dtype::kFloat32 ? 0 : param_dtype == Dtype::kBfloat16 ? 2 : 4;
-}
-inline Index moment_bytes(MomentFormat format) {
-  return format == MomentFormat::kFloat32 ? 4 : format == MomentFormat::kBfloat16 ? 2 : 1;
-}
+inline Index item_bytes(Dtype dtype) { return kItemBytes[static_cast<int>(dtype)]; }
+inline Index companion_bytes(Dtype param_dtype) { return kCompanionBytes[static_cast<int>(param_dtype)]; }
+inline Index moment_bytes(MomentFormat format) { return kMomentBytes[static_cast<int>(format)]; }
 
 inline void* after(void* array, Index nbytes) {
   return array == nullptr ? nullptr : static_cast<char*>(array) + nbytes;
