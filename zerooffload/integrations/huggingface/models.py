@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerooffload.checkpoint.weights_folder import read_weights
 from zerooffload.errors import ConfigError
-from zerooffload.integrations.huggingface.safetensors_folder import read_weights
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from zerooffload import CheckpointError
-from zerooffload.integrations.huggingface.safetensors_folder import read_weights, weight_files
+from zerooffload.checkpoint.weights_folder import WeightsFolder, read_weights, weight_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,29 +57,27 @@ def test_a_folder_without_safetensors_is_refused_with_what_to_do(tmp_path: Path)
         read_weights(tmp_path)
 
 
-def with_header(header: object, data: bytes = b"") -> bytes:
-    raw = json.dumps(header).encode()
-    return struct.pack("<Q", len(raw)) + raw + data
+def test_an_index_and_its_files_agree(tmp_path: Path) -> None:
+    save_file({"a": WEIGHTS["a"]}, tmp_path / "one.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}))
+    with pytest.raises(CheckpointError, match="tensor b is not in it"):
+        WeightsFolder(tmp_path)
+    save_file({"a": WEIGHTS["a"], "c": WEIGHTS["c"]}, tmp_path / "one.safetensors")
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors"}}))
+    with pytest.raises(CheckpointError, match="tensor c is not in the index"):
+        WeightsFolder(tmp_path)
 
 
-ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"", "header"),
-        (b"\xff" * 16, "header"),
-        (struct.pack("<Q", 5) + b"{,,,}", "JSON"),
-        (with_header({"a": ENTRY}, bytes(7)), "incomplete"),
-        (with_header({"a": {**ENTRY, "shape": [3]}}, bytes(8)), "cannot have 8 bytes"),
-        (with_header({"a": {**ENTRY, "dtype": "F8"}}, bytes(8)), "F8"),
-        (with_header({"a": {**ENTRY, "data_offsets": [-4, 4]}}, bytes(8)), "cannot have"),
-        (with_header({"a": 3}, bytes(8)), "entry"),
-    ],
-)
-def test_a_file_that_is_wrong_is_named(tmp_path: Path, content: bytes, words: str) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=words) as caught:
-        read_weights(tmp_path)
-    assert "model.safetensors" in str(caught.value)
+def test_links_are_followed_within_the_folder_and_into_the_cache_of_the_hub(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "snapshots" / "revision", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_file(WEIGHTS, blobs / "0123")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0123")
+    assert read_weights(snapshot).keys() == WEIGHTS.keys()
+    elsewhere = tmp_path / "folder"
+    elsewhere.mkdir()
+    (elsewhere / "model.safetensors").symlink_to(blobs / "0123")
+    with pytest.raises(CheckpointError, match="leaves the folder"):
+        read_weights(elsewhere)

@@ -1,0 +1,1 @@
+"""Tensors in files that any program can read: safetensors and JSON. Never pickle."""
