@@ -39,7 +39,7 @@ from support.update_loops import (
 from torch import nn
 
 import zerooffload as zo
-from zerooffload.runtime.update_queue import UpdateJob
+from zerooffload.runtime.update_job import UpdateJob
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -66,6 +66,14 @@ class ChunkUpdate:
         return Space.DEVICE if on_device else Space.HOST
 
 
+@dataclass(frozen=True)
+class ChunkWrites:
+    """What takes an updated chunk home: its parameters, none where they were updated in place, and everything else."""
+
+    param: Sequence[Waitable] = ()
+    others: Sequence[Waitable] = ()
+
+
 @dataclass
 class _Staged:
     """A chunk whose states are in reach, or on their way."""
@@ -74,7 +82,8 @@ class _Staged:
     space: Space
     records: list[torch.Tensor] = field(default_factory=list)
     reads: list[Waitable] = field(default_factory=list)
-    writes: list[Waitable] = field(default_factory=list)
+    param_writes: list[Waitable] = field(default_factory=list)
+    other_writes: list[Waitable] = field(default_factory=list)
     writes_back: list[tuple[Block, torch.Tensor]] = field(default_factory=list)
     # Of records that are updated beside their old ones, these; the others themselves.
     old_records: list[torch.Tensor] = field(default_factory=list)
@@ -128,8 +137,8 @@ class StreamedUpdate:
             raise
         self._staged.append(staged)
 
-    def finish_first(self) -> list[Waitable]:
-        """Update the chunk that was staged first, and begin to take it home; its writes.
+    def finish_first(self) -> ChunkWrites:
+        """Update the chunk that was staged first, and begin to take it home.
 
         Raises
         ------
@@ -144,7 +153,8 @@ class StreamedUpdate:
             with self._recorder.working(Work.UPDATE_KERNEL, f"{update.name} #{update.chunk}"):
                 self._step(staged)
             for block, record in staged.writes_back:
-                staged.writes.append(self._write(staged.update, block, record))
+                writes = staged.param_writes if block is update.param else staged.other_writes
+                writes.append(self._write(update, block, record))
             self._copy(staged)
         except BaseException:
             self._abandon(staged)
@@ -152,8 +162,8 @@ class StreamedUpdate:
         if staged.slot is not None:
             for block, _ in staged.writes_back:
                 staged.slot.keep(block, staged.update.chunk)
-            self._ring.release(staged.slot, staged.writes, keeps=True)
-        return staged.writes
+            self._ring.release(staged.slot, [*staged.param_writes, *staged.other_writes], keeps=True)
+        return ChunkWrites(staged.param_writes, staged.other_writes)
 
     def abandon_first(self) -> None:
         """Leave the chunk that was staged first as it is."""
@@ -244,11 +254,11 @@ class StreamedUpdate:
                     copy[: record.numel()].copy_(record)
                 else:
                     self._waits.until(Wait.STATE_COPY, block.read(update.chunk, copy))
-            staged.writes.append(block.mirror.write(update.chunk, copy))
+            staged.other_writes.append(block.mirror.write(update.chunk, copy))
 
     def _abandon(self, staged: _Staged) -> None:
         if staged.slot is not None:
-            self._ring.release(staged.slot, [*staged.reads, *staged.writes])
+            self._ring.release(staged.slot, [*staged.reads, *staged.param_writes, *staged.other_writes])
 
 
 def _copy_uncovered(

@@ -88,11 +88,11 @@ class Fetcher:
 
         Where one failed, who waits for its fetch is told.
         """
-        while self._not_begun and self._updates.is_home(self._not_begun[0].unit):
+        while self._not_begun and self._updates.has_parameters(self._not_begun[0].unit):
             self._begin(self._not_begun[0])
 
     def _begin(self, fetch: Fetch) -> None:
-        self._updates.wait(fetch.unit)
+        self._updates.wait_for_parameters([fetch.unit])
         self._not_begun.remove(fetch)
         for part in fetch.unit.moving_parts:
             if part.range is None:
@@ -129,7 +129,7 @@ class Fetcher:
             return
         for unit in units:
             # Without slots to spare, as where nothing is on files, no unit is looked at: this runs in every hook.
-            if self._queue or not self._early.has_room(len(self._reading)) or not self._updates.is_home(unit):
+            if self._queue or not self._early.has_room(len(self._reading)) or not self._updates.has_parameters(unit):
                 return
             for part in unit.moving_parts:
                 far = [chunk for chunk in part.current_chunks if part.home.view(Space.HOST, chunk) is None]

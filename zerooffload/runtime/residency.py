@@ -117,7 +117,7 @@ class Residency:
             If a unit could not be updated.
         """
         for unit in units:
-            self._updates.wait(unit)
+            self._updates.wait_for_parameters([unit])
             for part in unit.parts:
                 if part.range is None and not part.copies_are_current:
                     self._gather(part)

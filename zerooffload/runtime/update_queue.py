@@ -3,7 +3,7 @@
 [Note: a hidden update]
 Behind the training thread, a thread of its own takes chunks through the streamed update, those of the flat that is
 needed soonest first. It lives while there is work, touches files and host memory, and never the device, a hook or a
-collective. Whoever needs a flat's new parameters waits for its job, and for no other.
+collective. Whoever needs a flat's new parameters waits for them, and neither for its other states nor for other flats.
 
 [Note: an update ahead]
 Where every state of a flat has a second place, its update may begin before `optimizer.step()`, with what the step is
@@ -19,13 +19,14 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from enum import Enum
+from dataclasses import dataclass
 from functools import partial
 
 from zerooffload.errors import InternalError
 from zerooffload.optim.stream import ChunkUpdate, StreamedUpdate
 from zerooffload.runtime.update import FlatUpdate
-from zerooffload.runtime.worker_thread import Idle, Outcome, WorkerThread
+from zerooffload.runtime.update_job import Jobs, Standing, StateUpdate, UpdateJob
+from zerooffload.runtime.worker_thread import Idle, WorkerThread
 from zerooffload.sharding.unit import Unit, UnitFlat
 from zerooffload.telemetry import Wait, Waitable, Waits, wait_for_all
 
@@ -34,82 +35,18 @@ _log = logging.getLogger("zerooffload")
 GradientWritten = Callable[[UnitFlat, int], Waitable | None]
 
 
-class _Standing(Enum):
-    """Whether what a job writes is to count."""
+@dataclass(frozen=True, eq=False)
+class _Landing:
+    """A chunk of a state that is being written."""
 
-    OPEN = "nobody knows yet"
-    TAKEN = "yes"
-    DROPPED = "no"
+    job: UpdateJob
+    state: StateUpdate
+    chunk: int
+    writes: Sequence[Waitable]
 
-
-class UpdateJob(Outcome):
-    """A flat's update; can be waited for. Its queue's lock guards it."""
-
-    def __init__(self, update: FlatUpdate, chunks: Iterable[ChunkUpdate], *, ahead: bool) -> None:
-        super().__init__()
-        self.update = update
-        self.ahead = ahead
-        self.standing = _Standing.OPEN if ahead else _Standing.TAKEN
-        self.after: UpdateJob | None = None
-        self._chunks = iter(chunks)
-        self._num_in_flight = 0
-        self._all_begun = False
-        self._at_home: list[int] = []
-
-    def next_chunk(self) -> ChunkUpdate | None:
-        """The next chunk, which is in flight from now on; None if there is none left."""
-        chunk = None if self.standing is _Standing.DROPPED else next(self._chunks, None)
-        if chunk is None:
-            self._all_begun = True
-            self._settle()
-        else:
-            self._num_in_flight += 1
-        return chunk
-
-    def landed(self, chunk: int, *, is_written: bool) -> None:
-        """A chunk is in flight no more."""
-        self._num_in_flight -= 1
-        if is_written:
-            self._at_home.append(chunk)
-        self._settle()
-
-    def take(self) -> None:
-        """Its writes are to count."""
-        self.standing = _Standing.TAKEN
-        self._settle()
-
-    def drop(self) -> None:
-        """Its writes are not to count."""
-        self.standing = _Standing.DROPPED
-        self._all_begun = True
-        self._settle()
-
-    def _settle(self) -> None:
-        if self.done() or not self._all_begun or self._num_in_flight or self.standing is _Standing.OPEN:
-            return
-        for block in self.update.blocks if self.ahead else ():
-            for chunk in self._at_home:
-                if self.standing is _Standing.TAKEN:
-                    block.take_ahead(chunk)
-                else:
-                    block.drop_ahead(chunk)
-        self.over()
-
-
-class Jobs:
-    """Several jobs as one."""
-
-    def __init__(self, jobs: Iterable[UpdateJob]) -> None:
-        self._jobs = list(jobs)
-
-    def wait(self) -> None:
-        """Block until all are over; raise the first failure."""
-        for job in self._jobs:
-            job.wait()
-
-    def done(self) -> bool:
-        """Whether all are."""
-        return all(job.done() for job in self._jobs)
+    @property
+    def is_over(self) -> bool:
+        return all(write.done() for write in self.writes)
 
 
 class UpdateQueue:
@@ -156,8 +93,10 @@ class UpdateQueue:
         # By what is needed soonest; then what runs, in order: chunks that are staged, and those being written.
         self._waiting: list[tuple[int, UpdateJob]] = []
         self._staged: deque[tuple[UpdateJob, ChunkUpdate]] = deque()
-        self._landing: deque[tuple[UpdateJob, ChunkUpdate, list[Waitable]]] = deque()
+        self._landing: list[_Landing] = []
+        # Those that may not be over, and of these, those whose parameters nobody has waited for.
         self._hidden: dict[UnitFlat, UpdateJob] = {}
+        self._unseen: dict[UnitFlat, UpdateJob] = {}
         self._ahead: dict[UnitFlat, UpdateJob] = {}
 
     def run(self, updates: Iterable[FlatUpdate], *, backwards: bool = False) -> None:
@@ -191,7 +130,8 @@ class UpdateQueue:
                 job.after = self._ahead.pop(job.update.part, None)
             # Together, so that no failure and no Ctrl-C leaves one that is waited for and that nobody does.
             self._enqueue((urgency[job.update.part], job) for job in jobs)
-            self._hidden.update((job.update.part, job) for job in jobs)
+            for job in jobs:
+                self._hidden[job.update.part] = self._unseen[job.update.part] = job
         self._thread.wake()
 
     def begin_ahead(self, update: FlatUpdate, urgency: int) -> None:
@@ -199,7 +139,7 @@ class UpdateQueue:
         job = self._job(update, ahead=True)
         with self._changed:
             self.drop_ahead([update.part])
-            job.after = self._ahead.get(update.part)
+            job.after = self._ahead.get(update.part) or self._hidden.get(update.part)
             self._enqueue([(urgency, job)])
             self._ahead[update.part] = job
         self._thread.wake()
@@ -210,9 +150,9 @@ class UpdateQueue:
         with self._changed:
             for update in updates:
                 job = self._ahead.get(update.part)
-                is_right = job is not None and job.standing is _Standing.OPEN and job.update.scalars == update.scalars
+                is_right = job is not None and job.standing is Standing.OPEN and job.update.scalars == update.scalars
                 if job is not None and is_right:
-                    self._hidden[update.part] = self._ahead.pop(update.part)
+                    self._hidden[update.part] = self._unseen[update.part] = self._ahead.pop(update.part)
                     job.take()
                 else:
                     left.append(update)
@@ -233,20 +173,25 @@ class UpdateQueue:
         """All hidden jobs that nobody has waited for."""
         return Jobs(self._hidden.values())
 
-    def is_home(self, unit: Unit) -> bool:
-        """Whether `wait` would return at once, and well."""
-        return all(self._hidden[part].is_well for part in unit.parts if part in self._hidden)
+    def has_parameters(self, unit: Unit) -> bool:
+        """Whether `wait_for_parameters` would return at once, and well."""
+        return all(self._unseen[part].param.is_well for part in unit.parts if part in self._unseen)
 
-    def wait(self, unit: Unit) -> None:
-        """Return when the unit's states are those after the last step.
+    def wait_for_parameters(self, units: Iterable[Unit] | None = None) -> None:
+        """Return when parameters at home, of these units or all, are those after the last step.
+
+        Gradients at home are read no more then.
 
         Raises
         ------
         TierIOError
-            If they could not be read or written.
+            If they could not be updated.
         """
-        for part in unit.parts:
-            self._finish(part)
+        parts = list(self._unseen) if units is None else [part for unit in units for part in unit.parts]
+        for part in parts:
+            job = self._unseen.get(part)
+            if job is not None:
+                self._see(part, job)
 
     def finish(self) -> None:
         """Return when every unit's states are those after the last step.
@@ -256,14 +201,17 @@ class UpdateQueue:
         TierIOError
             If some could not be read or written.
         """
-        for part in list(self._hidden):
-            self._finish(part)
+        self.wait_for_parameters()
+        for part, job in list(self._hidden.items()):
+            self._wait_for(job)
+            with self._changed:
+                del self._hidden[part]
 
     def wait_idle(self) -> None:
         """Return when the hidden thread does nothing: what it uses can be used."""
         self.finish()
         if self._thread.is_busy:
-            self._wait_for(Idle(self._thread))
+            self._wait_busy(Idle(self._thread))
 
     @contextmanager
     def giving_way(self) -> Iterator[None]:
@@ -280,29 +228,28 @@ class UpdateQueue:
         with suppress(Exception):
             self.finish()
         if self._thread.is_busy:
-            self._wait_for(Idle(self._thread))
+            self._wait_busy(Idle(self._thread))
 
     def _job(self, update: FlatUpdate, *, backwards: bool = False, ahead: bool = False) -> UpdateJob:
         gradient_written = partial(self._gradient_written, update.part)
         chunks = update.chunks(backwards=backwards, ahead=ahead, gradient_written=gradient_written)
         return UpdateJob(update, chunks, ahead=ahead)
 
-    def _finish(self, part: UnitFlat) -> None:
-        job = self._hidden.get(part)
-        if job is None:
-            return
+    def _see(self, part: UnitFlat, job: UpdateJob) -> None:
+        self._wait_for(job.param)
+        if part.range is None:
+            part.show_at_home()
+        del self._unseen[part]
+
+    def _wait_for(self, waitable: UpdateJob | StateUpdate) -> None:
         self._refuse_in_child()
         try:
-            self._wait_for(job)
+            self._wait_busy(waitable)
         except Exception:
             self.has_told = True
             raise
-        if part.range is None:
-            part.show_at_home()
-        with self._changed:
-            del self._hidden[part]
 
-    def _wait_for(self, waitable: Waitable) -> None:
+    def _wait_busy(self, waitable: Waitable) -> None:
         # Ctrl-C may have come before somebody was found for the work.
         self._thread.wake()
         self._waits.until(Wait.UPDATE, waitable)
@@ -326,11 +273,11 @@ class UpdateQueue:
             elif self._staged:
                 self._finish_first()
             elif self._landing:
-                self._land_first()
+                self._land(min(self._landing, key=lambda landing: landing.state is not landing.job.param))
             else:
                 break
-            while self._landing and all(write.done() for write in self._landing[0][2]):
-                self._land_first()
+            for landing in [landing for landing in self._landing if landing.is_over]:
+                self._land(landing)
 
     @property
     def _may_stage(self) -> bool:
@@ -351,30 +298,32 @@ class UpdateQueue:
 
     def _stage(self, job: UpdateJob, chunk: ChunkUpdate) -> None:
         # What is taken may overwrite an edit that it has read, as any update does.
-        may = job.standing is _Standing.TAKEN or all(block.may_write_ahead(chunk.chunk) for block in job.update.blocks)
+        may = job.standing is Standing.TAKEN or all(block.may_write_ahead(chunk.chunk) for block in job.update.blocks)
         if not may:
             with self._changed:
-                if job.standing is _Standing.OPEN:
+                if job.standing is Standing.OPEN:
                     job.drop()
-                    job.landed(chunk.chunk, is_written=False)
+                    job.abandoned(chunk.chunk)
                     return
         self._stream.stage(chunk)
         self._staged.append((job, chunk))
 
     def _finish_first(self) -> None:
         job, chunk = self._staged.popleft()
-        if job.standing is _Standing.DROPPED:
+        if job.standing is Standing.DROPPED:
             self._stream.abandon_first()
             with self._changed:
-                job.landed(chunk.chunk, is_written=False)
+                job.abandoned(chunk.chunk)
         else:
-            self._landing.append((job, chunk, self._stream.finish_first()))
+            writes = self._stream.finish_first()
+            self._landing.append(_Landing(job, job.param, chunk.chunk, writes.param))
+            self._landing.append(_Landing(job, job.record, chunk.chunk, writes.others))
 
-    def _land_first(self) -> None:
-        job, chunk, writes = self._landing.popleft()
-        wait_for_all(self._waits, Wait.STATE_WRITE, writes)
+    def _land(self, landing: _Landing) -> None:
+        self._landing.remove(landing)
+        wait_for_all(self._waits, Wait.STATE_WRITE, landing.writes)
         with self._changed:
-            job.landed(chunk.chunk, is_written=True)
+            landing.job.landed(landing.state, landing.chunk)
 
     def _clear(self) -> None:
         """After a failure: nothing is under way any more."""
@@ -395,11 +344,10 @@ class UpdateQueue:
             error.__cause__ = interrupt
         jobs = {*self._hidden.values(), *self._ahead.values(), *(job for _, job in self._waiting)}
         self._clear()
-        if any(job.standing is _Standing.TAKEN and not job.done() for job in jobs):
+        if any(job.standing is Standing.TAKEN and not job.done() for job in jobs):
             self.failure = error
         else:
             _log.warning("an update that ran ahead of its step failed, and is done again in it: %s", error)
         for job in jobs:
-            if not job.done():
-                job.over(error)
+            job.fail(error)
         self._ahead.clear()

@@ -10,8 +10,9 @@ from zerooffload.runtime.ahead import AheadUpdates, urgencies
 from zerooffload.runtime.backwards import BackwardCount
 from zerooffload.runtime.resources import Parts
 from zerooffload.runtime.update import FlatUpdate
+from zerooffload.runtime.update_job import Jobs
 from zerooffload.runtime.update_mode import ModeChooser
-from zerooffload.runtime.update_queue import Jobs, UpdateQueue
+from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.unit import Unit
 from zerooffload.telemetry import Wait
 from zerooffload.tiers import StagingRing
@@ -50,7 +51,7 @@ class Updating:
     def backward_begins(self, forward_order: Callable[[], Sequence[Unit]]) -> None:
         """The first gradient of a backward is there; `forward_order` tells the units in that of the next forward."""
         # Updates that no forward waited for read the gradients that this backward is about to change.
-        self._queue.finish()
+        self._queue.wait_for_parameters()
         self._backwards.begin()
         if self._mode.goes_ahead and self._backwards.is_last_expected():
             self._ahead.begin(forward_order())

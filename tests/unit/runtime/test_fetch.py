@@ -20,10 +20,10 @@ class Updates:
 
     are_home = False
 
-    def is_home(self, _: object) -> bool:
+    def has_parameters(self, _: object) -> bool:
         return self.are_home
 
-    def wait(self, _: object) -> None:
+    def wait_for_parameters(self, _: object) -> None:
         self.are_home = True
 
     def giving_way(self) -> AbstractContextManager[None]:
