@@ -80,6 +80,7 @@ class _Staged:
 
     update: ChunkUpdate
     space: Space
+    urgency: int
     records: list[torch.Tensor] = field(default_factory=list)
     reads: list[Waitable] = field(default_factory=list)
     param_writes: list[Waitable] = field(default_factory=list)
@@ -118,15 +119,20 @@ class StreamedUpdate:
         """Whether another chunk may be staged; see [Note: reads run ahead as far as they can]."""
         return len(self._staged) < max(1, self._ring.num_working - 1)
 
-    def stage(self, update: ChunkUpdate) -> None:
+    def stage(self, update: ChunkUpdate, urgency: int = 0) -> None:
         """Begin to bring a chunk's states into reach.
+
+        Parameters
+        ----------
+        urgency : int
+            Where it comes in the order in which somebody waits for what is updated: the least first.
 
         Raises
         ------
         TierIOError
             If a transfer could not be begun, or an earlier one of the slot's has failed.
         """
-        staged = _Staged(update, update.space)
+        staged = _Staged(update, update.space, urgency)
         try:
             for block, is_updated in ((update.param, True), (update.optimizer, True), (update.gradient, False)):
                 old, new = self._bring(staged, block, is_updated=is_updated)
@@ -162,7 +168,8 @@ class StreamedUpdate:
         if staged.slot is not None:
             for block, _ in staged.writes_back:
                 staged.slot.keep(block, staged.update.chunk)
-            self._ring.release(staged.slot, [*staged.param_writes, *staged.other_writes], keeps=True)
+            writes = [*staged.param_writes, *staged.other_writes]
+            self._ring.release(staged.slot, writes, keeps=True, urgency=staged.urgency)
         return ChunkWrites(staged.param_writes, staged.other_writes)
 
     def abandon_first(self) -> None:

@@ -273,6 +273,7 @@ class UpdateQueue:
             elif self._staged:
                 self._finish_first()
             elif self._landing:
+                # The thread that trains may wait for parameters.
                 self._land(min(self._landing, key=lambda landing: landing.state is not landing.job.param))
             else:
                 break
@@ -284,19 +285,19 @@ class UpdateQueue:
         """Who waits for a drive should not find it busy with what is needed later."""
         return self._stream.num_staged == 0 if self._is_giving_way else self._stream.has_room
 
-    def _next(self) -> tuple[UpdateJob, ChunkUpdate] | None:
+    def _next(self) -> tuple[UpdateJob, ChunkUpdate, int] | None:
         with self._changed:
             for item in list(self._waiting):
-                job = item[1]
+                urgency, job = item
                 if job.after is not None and not job.after.done():
                     continue
                 chunk = job.next_chunk()
                 if chunk is not None:
-                    return job, chunk
+                    return job, chunk, urgency
                 self._waiting.remove(item)
         return None
 
-    def _stage(self, job: UpdateJob, chunk: ChunkUpdate) -> None:
+    def _stage(self, job: UpdateJob, chunk: ChunkUpdate, urgency: int) -> None:
         # What is taken may overwrite an edit that it has read, as any update does.
         may = job.standing is Standing.TAKEN or all(block.may_write_ahead(chunk.chunk) for block in job.update.blocks)
         if not may:
@@ -305,7 +306,7 @@ class UpdateQueue:
                     job.drop()
                     job.abandoned(chunk.chunk)
                     return
-        self._stream.stage(chunk)
+        self._stream.stage(chunk, urgency)
         self._staged.append((job, chunk))
 
     def _finish_first(self) -> None:

@@ -9,13 +9,16 @@ nothing is freed under an operation in flight.
 A record that was written home is still in its slot until the slot is taken for another. Host memory that the budget has
 left makes the ring longer, so that more of them stay: who asks for a slot by the same key gets it back, and need not
 read what the slot still holds. Writes go through at once, so the cache saves reads alone. Slots that hold nothing are
-given out first, then new ones while there may be more, then those released longest ago (but see `goes_round`). Memory
-for further slots is taken when they are first needed, and given up when somebody else needs the budget.
+given out first, then new ones while there may be more, then those released longest ago. Memory for further slots is
+taken when they are first needed, and given up when somebody else needs the budget.
+
+Records that are asked for in the same order again and again are all equally far away when they are released, so any
+set that stays saves as many reads (Belady 1966), and the others make do with the slots that work needs. Those stay for
+which somebody waits soonest: their update need not wait for a read.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Hashable, Iterable
 
@@ -38,6 +41,7 @@ class StagingSlot:
         self._taken_nbytes = 0
         self._versions: dict[int, int] = {}
         self.key: Hashable = None
+        self.urgency = 0
         self.leaving: list[Waitable] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -84,8 +88,7 @@ class StagingRing:
     Attributes
     ----------
     goes_round : bool
-        Records are asked for in the same order again and again, not there and back. The slot released longest ago holds
-        what is asked for next then, so the cached ones are passed over.
+        Records are asked for in the same order again and again, not there and back; see the note.
     buffers : list[torch.Tensor]
         The memory of the slots that work needs; it stays where it is until the ring is closed.
     """
@@ -165,9 +168,10 @@ class StagingRing:
         """An empty slot, or the full one that goes first; see [Note: the ring is the host's cache]."""
         if self._empty or not self._full:
             return next(iter(self._empty), None)
-        num_cached = self.num_slots - self.num_working
-        first = min(num_cached, len(self._full) - 1) if self.goes_round else 0
-        return next(itertools.islice(self._full.values(), first, None))
+        num_staying = min(self.num_slots - self.num_working, len(self._full) - 1) if self.goes_round else 0
+        by_urgency = sorted(self._full.values(), key=lambda slot: slot.urgency) if num_staying else []
+        staying = set(by_urgency[:num_staying])
+        return next(slot for slot in self._full.values() if slot not in staying)
 
     def _take_free(self) -> StagingSlot:
         slot = self._first_free()
@@ -179,9 +183,20 @@ class StagingRing:
             del self._full[slot.key]
         return slot
 
-    def release(self, slot: StagingSlot, leaving: Iterable[Waitable] = (), *, keeps: bool = False) -> None:
-        """Give a slot back while `leaving` still uses it; with `keeps` its records can be had again by its key."""
+    def release(
+        self, slot: StagingSlot, leaving: Iterable[Waitable] = (), *, keeps: bool = False, urgency: int = 0
+    ) -> None:
+        """Give a slot back while `leaving` still uses it.
+
+        Parameters
+        ----------
+        keeps : bool
+            Its records can be had again by its key.
+        urgency : int
+            Of these records: where they come in the order in which somebody waits for them.
+        """
         slot.leaving = list(leaving)
+        slot.urgency = urgency
         with self._lock:
             if keeps and slot.key is not None:
                 self._full[slot.key] = slot

@@ -119,6 +119,7 @@ class Stream:
         # Of the parameters, and of the optimizer's record, of a chunk.
         self.writes: dict[str, Gate] = {}
         self.record_writes: dict[str, Gate] = {}
+        self.urgency: dict[str, int] = {}
         self.begun = threading.Condition()
         self.paused = threading.Event()
         self.settle_failure: Exception | None = None
@@ -128,7 +129,8 @@ class Stream:
     def has_room(self) -> bool:
         return len(self._staged) < self.num_rooms
 
-    def stage(self, chunk: Chunk) -> None:
+    def stage(self, chunk: Chunk, urgency: int) -> None:
+        self.urgency[chunk.of] = urgency
         self._note("stage", chunk)
         self._staged.append(chunk)
 
@@ -236,6 +238,7 @@ def test_hidden_in_the_order_of_need(scene: Scene) -> None:
     with hidden_updates(Hidden.AT_ONCE):
         scene.begin(Update(Part("c")), Update(Part("a")), Update(Part("b")))
     assert scene.stream.done("stage") == ["a0", "a1", "b0", "b1", "c0", "c1"]
+    assert scene.stream.urgency == {"a": 0, "b": 1, "c": 2}
 
 
 def test_what_was_taken_keeps_its_place_among_what_is_begun(scene: Scene) -> None:

@@ -243,6 +243,22 @@ def test_what_is_asked_for_in_the_same_order_again_is_met_where_it_still_is(
     assert [key for key in range(8) if key in long_ring._full] == [3, 4, 5, 6, 7]
 
 
+def test_going_round_what_is_waited_for_soonest_stays(long_ring: StagingRing, waits: Waits) -> None:
+    """Records are updated from the last to the first, and waited for from the first on."""
+    long_ring.goes_round = True
+    block = Versioned()
+    for _ in range(3):
+        held = []
+        for key in reversed(range(8)):
+            slot = long_ring.acquire(waits, key)
+            if slot.holds(block, key):  # type: ignore[arg-type]
+                held.append(key)
+            slot.take(4096)
+            slot.keep(block, key)  # type: ignore[arg-type]
+            long_ring.release(slot, keeps=True, urgency=key)
+    assert held == [2, 1, 0]
+
+
 def test_going_round_takes_the_oldest_where_few_are_full(ring: StagingRing, waits: Waits) -> None:
     ring.goes_round = True
     block = Versioned()
