@@ -158,7 +158,8 @@ class Workload:
         Units that the window of parameters in use holds: at the turn from a pass to the next they need not come again.
         All of them where the device computes on the homes.
     num_cached : int
-        Parameters whose records the staging ring still holds when they are updated again: those are not read.
+        Parameters whose records the staging ring still holds when the next forward needs them, and when they are
+        updated again: those are not read.
     accumulation : int
         Backwards before each update.
     computes_again : bool
@@ -194,8 +195,9 @@ def step_demand(work: Workload) -> StepDemand:
     forwards, backwards = [], []
     for number in range(work.accumulation):
         # What the window held was given up for the update.
-        in_first = whole if number == 0 and not _stays(work) else whole * (1 - kept)
-        forwards.append(_parameters(work, in_first) + Demand(compute_seconds=forward_seconds))
+        is_first = number == 0 and not _stays(work)
+        coming = _parameters(work, whole if is_first else whole * (1 - kept), num_held=is_first * work.num_cached)
+        forwards.append(coming + Demand(compute_seconds=forward_seconds))
         coming = _parameters(work, whole * (1 - kept)) + _gradients(work, is_first=number == 0)
         backwards.append(coming + Demand(compute_seconds=backward_seconds))
     return StepDemand(forwards=forwards, backwards=backwards, update=_update(work))
@@ -205,12 +207,13 @@ def _stays(work: Workload) -> bool:
     return work.params is Tier.HOST and not work.copies
 
 
-def _parameters(work: Workload, nbytes: float) -> Demand:
+def _parameters(work: Workload, nbytes: float, *, num_held: int = 0) -> Demand:
+    """Those that the update has left in memory need not be read."""
     if _stays(work):
         return Demand()
     is_far = work.params is Tier.NVME
     return Demand(
-        disk_read_bytes=nbytes if is_far else 0.0,
+        disk_read_bytes=nbytes - FP32_BYTES * num_held if is_far else 0.0,
         copied_in_bytes=nbytes if work.copies else 0.0,
         host_traffic_bytes=2 * nbytes if work.copies else 0.0,
     )

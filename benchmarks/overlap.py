@@ -385,7 +385,6 @@ class Trainer:
     def workload(self, compute_seconds: float) -> Workload:
         """What a step is to do."""
         run = self._run()
-        copies = not self._compute.accelerator.shares_host_memory
         ring = run._resources.ring
         return Workload(
             num_params=self.num_params,
@@ -395,10 +394,15 @@ class Trainer:
             num_cached=min(self.num_params, (ring.num_slots - ring.num_working) * self._chunk_numel),
             accumulation=self._point.accumulation,
             computes_again=self._in_slices,
-            copies=copies,
+            copies=self.copies,
             commits=run._resources.commits is not None,
             compute_seconds=compute_seconds,
         )
+
+    @property
+    def copies(self) -> bool:
+        """Whether the device has memory of its own."""
+        return not self._compute.accelerator.shares_host_memory
 
     @property
     def _chunk_numel(self) -> int:
@@ -645,7 +649,11 @@ def row_of(point: Point, trainer: Trainer, links: Links, found: Measured) -> dic
     rounds, reports, speeds = found.rounds, found.reports, found.speeds
     step = step_demand(trainer.workload(rounds[-1].compute_seconds))
     means = [statistics.mean(one.step_seconds) for one in rounds]
-    expected = {name: value * trainer.num_steps for name, value in expected_bytes(step).items()}
+    # Where the device has no memory of its own, copies are no link.
+    has_link = {"copy_in": trainer.copies, "copy_out": trainer.copies}
+    expected = {
+        name: value * trainer.num_steps for name, value in expected_bytes(step).items() if has_link.get(name, True)
+    }
     moved = {name: trainer.bytes_moved[name] for name in expected}
     sections = [speeds.seconds(section) for section in step.sections(point.schedule)]
     return {

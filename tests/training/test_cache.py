@@ -41,7 +41,8 @@ def test_each_cached_chunk_saves_its_reads(update: str, nvme: Path, plain: Calla
         assert outcome.report is not None
         read.append(outcome.report.bytes_moved["nvme_read"])
         written.add(outcome.report.bytes_moved["nvme_written"])
-    # Parameters and moments of one chunk more each time: the gradients are new in every step.
+    # Of one chunk more each time, parameters for the forward, and parameters and moments for the update: the gradients
+    # are new in every step.
     saved = [before - after for before, after in itertools.pairwise(read)]
     if update == "after_backward":
         assert set(saved) <= records
@@ -52,7 +53,7 @@ def test_each_cached_chunk_saves_its_reads(update: str, nvme: Path, plain: Calla
 
 
 def sizes_of_records(environment: Environment, **config: Any) -> set[int]:
-    """What is read of a chunk when its parameters and moments are updated: bytes, of every chunk of the model."""
+    """What need not be read of a chunk that is still in memory: bytes, of every chunk of the model."""
     model = offload_prepared(RECIPE, environment, **config)
     sizes = set()
     for param in model.parameters():
@@ -60,7 +61,7 @@ def sizes_of_records(environment: Environment, **config: Any) -> set[int]:
         assert residence is not None
         training = residence.part.training
         assert training is not None
-        layouts = (residence.part.home.layout, training.optimizer.layout)
-        sizes |= {sum(layout.file_nbytes(chunk) for layout in layouts) for chunk in range(layouts[0].num_chunks)}
+        param, record = residence.part.home.layout, training.optimizer.layout
+        sizes |= {2 * param.file_nbytes(chunk) + record.file_nbytes(chunk) for chunk in param.chunks}
     zo.close(model)
     return sizes

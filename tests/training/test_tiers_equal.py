@@ -57,8 +57,9 @@ def test_the_least_window(dtype: str, gradients: str, nvme: Path, plain: Callabl
     assert report is not None
     nvme_bytes = report.tiers[2].leased_bytes
     param_bytes = nvme_bytes / 2 if gradients == "nvme" else nvme_bytes
-    # Once for the update, and all units but those still there from the pass before, in each of the four passes.
-    assert report.bytes_moved["nvme_read"] > 2.5 * param_bytes
+    # All units but those still there from the pass before, in each of the four passes: from files, or from where the
+    # update has left them in memory.
+    assert report.bytes_moved["nvme_read"] + report.bytes_moved["copy_in"] > 3.5 * param_bytes
 
 
 @pytest.mark.usefixtures("small_chunks")

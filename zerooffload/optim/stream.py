@@ -12,7 +12,7 @@ ahead it could run out of them: on a drive of 5 GB/s that cost 2 to 6 % of the s
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -172,6 +172,17 @@ class StreamedUpdate:
             self._ring.release(staged.slot, writes, keeps=True, urgency=staged.urgency)
         return ChunkWrites(staged.param_writes, staged.other_writes)
 
+    def lend(self, param: Block, chunk: int, use: Callable[[torch.Tensor], Waitable]) -> bool:
+        """Let `use` read the parameters of a chunk, uint8 `[file_nbytes]`, where their last update has left them.
+
+        False if they are not there any more, or were in place.
+        """
+        return self._ring.lend(_key(param, chunk), param, chunk, use)
+
+    def can_lend(self, param: Block, chunk: int) -> bool:
+        """Whether `lend` would find them."""
+        return self._ring.can_lend(_key(param, chunk), param, chunk)
+
     def abandon_first(self) -> None:
         """Leave the chunk that was staged first as it is."""
         self._abandon(self._staged.popleft())
@@ -213,7 +224,7 @@ class StreamedUpdate:
         """The chunk's slot of the ring, taken when it is first needed."""
         if staged.slot is None:
             update = staged.update
-            staged.slot = self._ring.acquire(self._waits, key=(id(update.param), update.chunk))
+            staged.slot = self._ring.acquire(self._waits, key=_key(update.param, update.chunk))
         return staged.slot
 
     def _write(self, update: ChunkUpdate, block: Block, record: torch.Tensor) -> Waitable:
@@ -266,6 +277,10 @@ class StreamedUpdate:
     def _abandon(self, staged: _Staged) -> None:
         if staged.slot is not None:
             self._ring.release(staged.slot, [*staged.reads, *staged.param_writes, *staged.other_writes])
+
+
+def _key(param: Block, chunk: int) -> Hashable:
+    return id(param), chunk
 
 
 def _copy_uncovered(

@@ -3,7 +3,8 @@
 Where the device shares host memory, records are read straight into the range. Elsewhere what the host addresses is
 copied, and what it does not address passes through a staging slot: all staged records wait in one queue, first come,
 first served, so that a fetch that is waited for finishes those before it. Slots that are left read the units that come
-next, while the device has no room for them yet. A unit whose update is still under way is read when that is over.
+next, while the device has no room for them yet. A unit whose update is still under way is read when that is over; what
+the update has left in memory is copied from there, as soon as it is computed.
 
 Parameters of other ranks that a home holds come with the gathering that follows an update. Where their unit may be
 fetched again before the next update, they are taken home from the range, and read from there then.
@@ -84,44 +85,61 @@ class Fetcher:
         return fetch
 
     def _begin_updated(self) -> None:
-        """Begin to read, in the order of need, up to the first whose update is not home.
+        """Begin to read, in the order of need, up to the first whose update is neither home nor in memory.
 
         Where one failed, who waits for its fetch is told.
         """
-        while self._not_begun and self._updates.has_parameters(self._not_begun[0].unit):
+        while self._not_begun and self._is_updated(self._not_begun[0].unit):
             self._begin(self._not_begun[0])
 
+    def _is_updated(self, unit: Unit) -> bool:
+        parts = unit.moving_parts
+        return self._updates.has_parameters(parts) or all(
+            self._updates.lends(part, part.current_chunks) for part in parts
+        )
+
     def _begin(self, fetch: Fetch) -> None:
-        self._updates.wait_for_parameters([fetch.unit])
+        self._updates.wait_for_steps(fetch.unit.moving_parts)
         self._not_begun.remove(fetch)
         for part in fetch.unit.moving_parts:
             if part.range is None:
                 continue
             # Copies that are not current are gathered when what this rank updates is there.
             for chunk in part.current_chunks:
-                self._start_record(fetch, part.home, chunk, part.place_of(chunk, part.range.tensor))
+                self._start_record(fetch, part, chunk, part.place_of(chunk, part.range.tensor))
 
-    def _start_record(self, fetch: Fetch, home: Block, chunk: int, target: torch.Tensor) -> None:
+    def _start_record(self, fetch: Fetch, part: UnitFlat, chunk: int, target: torch.Tensor) -> None:
+        home = part.home
+
+        def copy(record: torch.Tensor) -> Event:
+            nbytes = home.layout.record_nbytes(chunk)
+            fetch.last_copy = self._transfers.to_device(
+                target[:nbytes], record[:nbytes], fetch.refill_after, Wait.RANGE_REFILL, name=f"{home.name} #{chunk}"
+            )
+            return fetch.last_copy
+
         source = home.view(Space.HOST, chunk)
         if source is not None:
-            target = target[: source.numel()]
-            name = f"{home.name} #{chunk}"
-            fetch.last_copy = self._transfers.to_device(
-                target, source, fetch.refill_after, Wait.RANGE_REFILL, name=name
-            )
-        elif self._accelerator.shares_host_memory:
+            self._updates.wait_for_parameters([part])
+            copy(source)
+        elif self._early.has(home, chunk) or not self._updates.lend(part, chunk, copy):
+            self._updates.wait_for_parameters([part])
+            self._read(fetch, home, chunk, target)
+
+    def _read(self, fetch: Fetch, home: Block, chunk: int, target: torch.Tensor) -> None:
+        if self._accelerator.shares_host_memory:
             fetch.direct_reads.append(home.read(chunk, target))
+            return
+        # Every staged copy runs on `copy_in`, so ordering that queue once is enough.
+        self._waits.order(Wait.RANGE_REFILL, self._accelerator.copy_in, fetch.refill_after)
+        fetch.num_staged += 1
+        wanted = _StagedRead(fetch, home, chunk, target)
+        early = self._early.take(home, chunk)
+        if early is None:
+            self._queue.append(wanted)
         else:
-            # Every staged copy runs on `copy_in`, so ordering that queue once is enough.
-            self._waits.order(Wait.RANGE_REFILL, self._accelerator.copy_in, fetch.refill_after)
-            fetch.num_staged += 1
-            wanted = _StagedRead(fetch, home, chunk, target)
-            early = self._early.take(home, chunk)
-            if early is None:
-                self._queue.append(wanted)
-            else:
-                self._reading.append(_Reading(wanted, early))
-            self._advance_staged()
+            self._reading.append(_Reading(wanted, early))
+        self._advance_staged()
 
     def read_ahead(self, units: Iterable[Unit]) -> None:
         """Begin to read units that the device has no room for yet, in this order, as far as staging slots reach."""
@@ -129,10 +147,18 @@ class Fetcher:
             return
         for unit in units:
             # Without slots to spare, as where nothing is on files, no unit is looked at: this runs in every hook.
-            if self._queue or not self._early.has_room(len(self._reading)) or not self._updates.has_parameters(unit):
+            if (
+                self._queue
+                or not self._early.has_room(len(self._reading))
+                or not self._updates.has_parameters(unit.moving_parts)
+            ):
                 return
             for part in unit.moving_parts:
-                far = [chunk for chunk in part.current_chunks if part.home.view(Space.HOST, chunk) is None]
+                far = [
+                    chunk
+                    for chunk in part.current_chunks
+                    if part.home.view(Space.HOST, chunk) is None and not self._updates.lends(part, [chunk])
+                ]
                 if not self._early.begin(part.home, far, len(self._reading)):
                     return
 

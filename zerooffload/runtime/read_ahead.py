@@ -83,6 +83,10 @@ class ReadAhead:
                 return False
         return True
 
+    def has(self, home: Block, chunk: int) -> bool:
+        """Whether the record was read early, or is being read."""
+        return (home, chunk) in self._early
+
     def take(self, home: Block, chunk: int) -> StagedRecord | None:
         """The newest record, if it was read early; the caller releases its slot."""
         staged, version = self._early.pop((home, chunk), (None, None))

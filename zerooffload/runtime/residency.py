@@ -117,9 +117,10 @@ class Residency:
             If a unit could not be updated.
         """
         for unit in units:
-            self._updates.wait_for_parameters([unit])
-            for part in unit.parts:
-                if part.range is None and not part.copies_are_current:
+            at_home = [part for part in unit.parts if part.range is None]
+            self._updates.wait_for_parameters(at_home)
+            for part in at_home:
+                if not part.copies_are_current:
                     self._gather(part)
                     part.copies_are_current = True
                     part.show_at_home()

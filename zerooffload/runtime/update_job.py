@@ -55,6 +55,8 @@ class UpdateJob:
 
     Attributes
     ----------
+    stepped : Outcome
+        Of the arithmetic: new parameters are in memory, and gradients are not read any more.
     param, record : StateUpdate
         Of the parameters, which are waited for alone where only they are needed, and of the optimizer's record.
     after : UpdateJob or None
@@ -64,11 +66,13 @@ class UpdateJob:
     def __init__(self, update: FlatUpdate, chunks: Iterable[ChunkUpdate], *, ahead: bool) -> None:
         self.update = update
         self.param, self.record = (StateUpdate(block) for block in update.blocks)
+        self.stepped = Outcome()
         self.standing = Standing.OPEN if ahead else Standing.TAKEN
         self.after: UpdateJob | None = None
         self._ahead = ahead
         self._chunks = iter(chunks)
         self._all_begun = False
+        self._num_to_step = 0
 
     def next_chunk(self) -> ChunkUpdate | None:
         """The next chunk, which is in flight from now on; None if there is none left."""
@@ -77,9 +81,15 @@ class UpdateJob:
             self._all_begun = True
             self._settle()
         else:
+            self._num_to_step += 1
             self.param.begun()
             self.record.begun()
         return chunk
+
+    def has_stepped(self) -> None:
+        """A chunk is updated, and on its way home."""
+        self._num_to_step -= 1
+        self._settle()
 
     def landed(self, state: StateUpdate, chunk: int) -> None:
         """A chunk of a state is at home."""
@@ -88,6 +98,7 @@ class UpdateJob:
 
     def abandoned(self, chunk: int) -> None:
         """A chunk was left as it is."""
+        self._num_to_step -= 1
         self.param.landed(chunk, is_written=False)
         self.record.landed(chunk, is_written=False)
         self._settle()
@@ -105,9 +116,9 @@ class UpdateJob:
 
     def fail(self, failure: BaseException) -> None:
         """What is not over ends with a failure."""
-        for state in (self.param, self.record):
-            if not state.done():
-                state.over(failure)
+        for outcome in (self.stepped, self.param, self.record):
+            if not outcome.done():
+                outcome.over(failure)
 
     def wait(self) -> None:
         """Block until all states are home; raise what went wrong."""
@@ -120,6 +131,8 @@ class UpdateJob:
 
     def _settle(self) -> None:
         if self._all_begun:
+            if not self._num_to_step and not self.stepped.done():
+                self.stepped.over()
             self.param.settle(self.standing, ahead=self._ahead)
             self.record.settle(self.standing, ahead=self._ahead)
 

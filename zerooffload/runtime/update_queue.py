@@ -22,12 +22,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from zerooffload.errors import InternalError
 from zerooffload.optim.stream import ChunkUpdate, StreamedUpdate
 from zerooffload.runtime.update import FlatUpdate
 from zerooffload.runtime.update_job import Jobs, Standing, StateUpdate, UpdateJob
-from zerooffload.runtime.worker_thread import Idle, WorkerThread
-from zerooffload.sharding.unit import Unit, UnitFlat
+from zerooffload.runtime.worker_thread import Idle, Outcome, WorkerThread
+from zerooffload.sharding.unit import UnitFlat
 from zerooffload.telemetry import Wait, Waitable, Waits, wait_for_all
 
 _log = logging.getLogger("zerooffload")
@@ -173,25 +175,55 @@ class UpdateQueue:
         """All hidden jobs that nobody has waited for."""
         return Jobs(self._hidden.values())
 
-    def has_parameters(self, unit: Unit) -> bool:
+    def has_parameters(self, parts: Iterable[UnitFlat]) -> bool:
         """Whether `wait_for_parameters` would return at once, and well."""
-        return all(self._unseen[part].param.is_well for part in unit.parts if part in self._unseen)
+        return all(self._unseen[part].param.is_well for part in parts if part in self._unseen)
 
-    def wait_for_parameters(self, units: Iterable[Unit] | None = None) -> None:
-        """Return when parameters at home, of these units or all, are those after the last step.
-
-        Gradients at home are read no more then.
+    def wait_for_parameters(self, parts: Iterable[UnitFlat]) -> None:
+        """Return when the parameters of these flats are those after the last step, and home.
 
         Raises
         ------
         TierIOError
             If they could not be updated.
         """
-        parts = list(self._unseen) if units is None else [part for unit in units for part in unit.parts]
         for part in parts:
             job = self._unseen.get(part)
+            if job is None:
+                continue
+            self._wait_for(job.param)
+            if part.range is None:
+                part.show_at_home()
+            del self._unseen[part]
+
+    def wait_for_steps(self, parts: Iterable[UnitFlat] | None = None) -> None:
+        """Return when the last step of these flats, or of all, is computed: it reads no gradient any more.
+
+        Raises
+        ------
+        TierIOError
+            If a state could not be read.
+        """
+        for part in list(self._unseen) if parts is None else parts:
+            job = self._unseen.get(part)
             if job is not None:
-                self._see(part, job)
+                self._wait_for(job.stepped)
+
+    def lends(self, part: UnitFlat, chunks: Iterable[int]) -> bool:
+        """Whether `lend` would find all of these chunks at once."""
+        job = self._unseen.get(part)
+        if part in self._ahead or (job is not None and not job.stepped.is_well):
+            return False
+        return all(self._stream.can_lend(part.home, chunk) for chunk in chunks)
+
+    def lend(self, part: UnitFlat, chunk: int, use: Callable[[torch.Tensor], Waitable]) -> bool:
+        """Let `use` read the parameters of a chunk as the last step has left them in memory, home or not.
+
+        False if they are not there any more.
+        """
+        with self._changed:
+            # What an update has left there ahead of its step is not what the parameters are.
+            return part not in self._ahead and self._stream.lend(part.home, chunk, use)
 
     def finish(self) -> None:
         """Return when every unit's states are those after the last step.
@@ -201,7 +233,7 @@ class UpdateQueue:
         TierIOError
             If some could not be read or written.
         """
-        self.wait_for_parameters()
+        self.wait_for_parameters(list(self._unseen))
         for part, job in list(self._hidden.items()):
             self._wait_for(job)
             with self._changed:
@@ -235,13 +267,7 @@ class UpdateQueue:
         chunks = update.chunks(backwards=backwards, ahead=ahead, gradient_written=gradient_written)
         return UpdateJob(update, chunks, ahead=ahead)
 
-    def _see(self, part: UnitFlat, job: UpdateJob) -> None:
-        self._wait_for(job.param)
-        if part.range is None:
-            part.show_at_home()
-        del self._unseen[part]
-
-    def _wait_for(self, waitable: UpdateJob | StateUpdate) -> None:
+    def _wait_for(self, waitable: UpdateJob | Outcome) -> None:
         self._refuse_in_child()
         try:
             self._wait_busy(waitable)
@@ -317,6 +343,8 @@ class UpdateQueue:
                 job.abandoned(chunk.chunk)
         else:
             writes = self._stream.finish_first()
+            with self._changed:
+                job.has_stepped()
             self._landing.append(_Landing(job, job.param, chunk.chunk, writes.param))
             self._landing.append(_Landing(job, job.record, chunk.chunk, writes.others))
 

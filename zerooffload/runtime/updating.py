@@ -51,7 +51,7 @@ class Updating:
     def backward_begins(self, forward_order: Callable[[], Sequence[Unit]]) -> None:
         """The first gradient of a backward is there; `forward_order` tells the units in that of the next forward."""
         # Updates that no forward waited for read the gradients that this backward is about to change.
-        self._queue.wait_for_parameters()
+        self._queue.wait_for_steps()
         self._backwards.begin()
         if self._mode.goes_ahead and self._backwards.is_last_expected():
             self._ahead.begin(forward_order())

@@ -20,7 +20,7 @@ which somebody waits soonest: their update need not wait for a read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 
@@ -55,6 +55,10 @@ class StagingSlot:
         """Whether the next bytes taken, taken as when `keep` was called, are the newest of that record."""
         version = block.version(chunk)
         return version is not None and self._versions.get(id(block)) == version
+
+    def first(self, nbytes: int) -> torch.Tensor:
+        """The bytes that were taken first."""
+        return self._memory[:nbytes]
 
     def keep(self, block: Block, chunk: int) -> None:
         """The slot holds the newest of that record, of the chunk that is its key."""
@@ -163,6 +167,24 @@ class StagingRing:
         slot.reset(keeps=keeps)
         slot.key = key
         return slot
+
+    def lend(self, key: Hashable, block: Block, chunk: int, use: Callable[[torch.Tensor], Waitable]) -> bool:
+        """Let `use` read a record that was taken first, uint8 `[file_nbytes]`, while its slot stays in the ring.
+
+        False if the newest of that record is in no slot, or in one that somebody holds.
+        """
+        with self._lock:
+            slot = self._full.get(key)
+            if slot is None or not slot.holds(block, chunk):
+                return False
+            slot.leaving.append(use(slot.first(block.layout.file_nbytes(chunk))))
+            return True
+
+    def can_lend(self, key: Hashable, block: Block, chunk: int) -> bool:
+        """Whether `lend` would find it."""
+        with self._lock:
+            slot = self._full.get(key)
+            return slot is not None and slot.holds(block, chunk)
 
     def _first_free(self) -> StagingSlot | None:
         """An empty slot, or the full one that goes first; see [Note: the ring is the host's cache]."""

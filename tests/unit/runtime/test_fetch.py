@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +17,31 @@ from zerooffload.telemetry import Recorder, Waits
 
 
 class Updates:
-    """Homes of none, then of all."""
+    """Homes of none, then of all. `left` is what they have left in memory, by part, once they are computed."""
 
     are_home = False
+    are_computed = False
+
+    def __init__(self) -> None:
+        self.left: dict[int, torch.Tensor] = {}
 
     def has_parameters(self, _: object) -> bool:
         return self.are_home
 
     def wait_for_parameters(self, _: object) -> None:
-        self.are_home = True
+        self.are_home = self.are_computed = True
+
+    def wait_for_steps(self, _: object) -> None:
+        self.are_computed = True
+
+    def lends(self, part: object, chunks: range | list[int]) -> bool:
+        return self.are_computed and (id(part) in self.left or not chunks)
+
+    def lend(self, part: object, _chunk: int, use: Callable[[torch.Tensor], object]) -> bool:
+        if not self.are_computed or id(part) not in self.left:
+            return False
+        use(self.left[id(part)])
+        return True
 
     def giving_way(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -95,7 +112,10 @@ def copy_at_once(target: torch.Tensor, source: torch.Tensor, _name: str) -> Pass
 
 
 def new_fetcher(updates: Updates, ring: Ring) -> Fetcher:
-    transfers = SimpleNamespace(copy_in=copy_at_once)
+    transfers = SimpleNamespace(
+        copy_in=copy_at_once,
+        to_device=lambda target, source, _used, _reuse, *, name: copy_at_once(target, source, name),
+    )
     return Fetcher(Device(), transfers, ring, Waits(Recorder()), updates)  # type: ignore[arg-type]
 
 
@@ -118,6 +138,54 @@ def test_the_first_of_several_that_is_waited_for_begins_once() -> None:
     fetcher.finish(first)
     fetcher.advance()
     assert [unit.parts[0].home.num_reads for unit in units] == [1, 1, 1]
+
+
+class TestWhatUpdatesLeft:
+    """Parameters that the update has left in memory are copied from there."""
+
+    def test_as_soon_as_they_are_computed(self) -> None:
+        updates, unit = Updates(), far_unit()
+        updates.left[id(unit.parts[0])] = torch.full((8,), 5, dtype=torch.uint8)
+        fetcher = new_fetcher(updates, Ring())
+        fetch = fetcher.start(unit, PassedEvent())
+        assert unit.parts[0].range.tensor[0] == 0
+        updates.are_computed = True
+        fetcher.advance()
+        assert unit.parts[0].range.tensor[0] == 5
+        assert not updates.are_home
+        fetcher.finish(fetch)
+        assert unit.parts[0].home.num_reads == 0
+        assert fetch.last_copy is not None
+
+    def test_others_are_read_when_they_are_home(self) -> None:
+        updates, units = Updates(), [far_unit(), far_unit()]
+        updates.left[id(units[0].parts[0])] = torch.full((8,), 5, dtype=torch.uint8)
+        fetcher = new_fetcher(updates, Ring())
+        fetches = [fetcher.start(unit, PassedEvent()) for unit in units]
+        updates.are_computed = True
+        fetcher.advance()
+        assert [unit.parts[0].home.num_reads for unit in units] == [0, 0]
+        fetcher.finish(fetches[1])
+        assert updates.are_home
+        assert [unit.parts[0].home.num_reads for unit in units] == [0, 1]
+
+    def test_they_are_not_read_ahead(self) -> None:
+        updates, unit = Updates(), far_unit()
+        updates.left[id(unit.parts[0])] = torch.zeros(8, dtype=torch.uint8)
+        updates.are_home = updates.are_computed = True
+        fetcher = new_fetcher(updates, Ring())
+        fetcher.read_ahead([unit])
+        assert unit.parts[0].home.num_reads == 0
+
+    def test_what_was_read_ahead_is_used(self) -> None:
+        updates, unit, ring = Updates(), far_unit(), Ring(num_slots=2)
+        updates.are_home = updates.are_computed = True
+        fetcher = new_fetcher(updates, ring)
+        fetcher.read_ahead([unit])
+        updates.left[id(unit.parts[0])] = torch.zeros(8, dtype=torch.uint8)
+        fetcher.finish(fetcher.start(unit, PassedEvent()))
+        assert unit.parts[0].home.num_reads == 1
+        assert ring.num_free == 2
 
 
 class TestReadAhead:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from zerooffload import BudgetError, InternalError, TierIOError
 from zerooffload.accelerator.cpu import CpuAccelerator
@@ -112,6 +115,8 @@ def test_a_slot_whose_content_failed_to_leave_is_free_again(ring: StagingRing, w
 class Versioned:
     """A block whose records change when it says so."""
 
+    layout = SimpleNamespace(file_nbytes=lambda _: 4096)
+
     def __init__(self, *, is_known: bool = True) -> None:
         self.number = 0
         self.is_known = is_known
@@ -151,6 +156,38 @@ def test_its_last_write_is_waited_for_before_it_is_changed(ring: StagingRing, wa
     filled(ring, waits, 1, Versioned(), leaving=(ticket,))
     ring.acquire(waits, 1)
     assert ticket.num_waits == 1
+
+
+def test_a_record_is_lent_while_its_slot_stays_in_the_ring(ring: StagingRing, waits: Waits) -> None:
+    block, read = Versioned(), Ticket()
+    address = filled(ring, waits, 1, block)
+    seen: list[torch.Tensor] = []
+
+    def use(record: torch.Tensor) -> Ticket:
+        seen.append(record)
+        return read
+
+    assert ring.can_lend(1, block, 1)  # type: ignore[arg-type]
+    assert ring.lend(1, block, 1, use)  # type: ignore[arg-type]
+    assert (seen[0].data_ptr(), seen[0].numel()) == (address, 4096)
+    ring.acquire(waits, 1)
+    assert read.num_waits == 1
+
+
+def test_what_is_old_or_in_use_is_not_lent(ring: StagingRing, waits: Waits) -> None:
+    block = Versioned()
+
+    def is_refused() -> bool:
+        used = ring.lend(1, block, 1, lambda _: pytest.fail("lent"))  # type: ignore[arg-type]
+        return not used and not ring.can_lend(1, block, 1)  # type: ignore[arg-type]
+
+    assert is_refused()
+    filled(ring, waits, 1, block)
+    block.number += 1
+    assert is_refused()
+    block.number -= 1
+    ring.acquire(waits, 1)
+    assert is_refused()
 
 
 def test_a_write_that_failed_leaves_nothing_held(ring: StagingRing, waits: Waits) -> None:
