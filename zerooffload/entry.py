@@ -28,6 +28,7 @@ from zerooffload.sharding.collectives import (
     ReplicatedCollectives,
     SingleRank,
 )
+from zerooffload.sharding.local_tensors import tensor_parallel_mesh
 from zerooffload.sharding.registry import residence_of
 from zerooffload.telemetry import Listener, StepReport, TraceFile
 
@@ -46,7 +47,9 @@ def offload(
     Parameters
     ----------
     model : torch.nn.Module
-        Without gradients. Parameters may be on the meta device: they are initialised unit by unit.
+        Without gradients. Parameters may be on the meta device: they are initialised unit by unit. They may be cut over
+        a 1D mesh by `parallelize_module`; ranks of that mesh have parts of one model, and norms, loss scales and
+        committed steps are those of all parts. Needs `process_group`.
     config : OffloadConfig, optional
         Default: every state on host.
     process_group : ProcessGroup or DeviceMesh, optional
@@ -73,9 +76,12 @@ def offload(
         If the nvme paths cannot be used.
     """
     config = config or OffloadConfig()
+    mesh = tensor_parallel_mesh(model)
     collectives = _collectives(process_group)
+    if mesh is not None:
+        collectives = _of_cuts(collectives, process_group, mesh)
     if pipeline_group is not None:
-        collectives = _of_stages(collectives, process_group, pipeline_group)
+        collectives = _of_stages(collectives, process_group, mesh, pipeline_group)
     return offload_in(model, config, environment(config, default_accelerator(), collectives))
 
 
@@ -126,7 +132,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,  # noqa: FBT001, FBT002 - torch's signature
 ) -> torch.Tensor:
-    """Clip gradients by their exact global norm over all tiers, ranks and stages of a pipeline.
+    """Clip gradients by their exact global norm over all tiers, ranks, and parts of the model on other ranks.
 
     The factor `min(1, max_norm / (norm + 1e-6))` is applied when the optimizer reads the gradients.
 
@@ -429,9 +435,15 @@ def _group(ranks: dist.ProcessGroup | DeviceMesh | None, what: str) -> dist.Proc
 
 
 def _of_stages(
-    own: Collectives, ranks: dist.ProcessGroup | DeviceMesh | None, stages: dist.ProcessGroup | DeviceMesh
+    own: Collectives,
+    ranks: dist.ProcessGroup | DeviceMesh | None,
+    mesh: DeviceMesh | None,
+    stages: dist.ProcessGroup | DeviceMesh,
 ) -> Collectives:
-    """Those of a pipeline's stage that `ranks` train, whose `own` collectives are given, and of the other stages."""
+    """Those of a pipeline's stage, whose `own` collectives are given, and of the other stages.
+
+    It is trained by `ranks`, and cut over `mesh`, if it is cut.
+    """
     if ranks is None:
         raise ConfigError(
             "pipeline_group without process_group: all ranks would train the same stage. Hand in the ranks that train"
@@ -440,13 +452,30 @@ def _of_stages(
     if isinstance(stages, DeviceMesh) and stages.ndim > 1:
         raise ConfigError(f"pipeline_group is {stages}: hand in the dimension of the stages, mesh[name]")
     group = _group(stages, "the pipeline's group")
-    shared = set(_global_ranks(ranks)) & set(_global_ranks(group))
+    for others, what in ((ranks, "process_group"), (mesh, "the mesh over which the model is cut")):
+        shared = _shared_ranks(others, group) if others is not None else {dist.get_rank()}
+        if shared != {dist.get_rank()}:
+            raise ConfigError(
+                f"{what} and pipeline_group have ranks {sorted(shared)} in common, expected this one,"
+                f" {dist.get_rank()}, alone: a rank trains one stage"
+            )
+    return own if dist.get_world_size(group) == 1 else PartCollectives(own, GroupCollectives(group))
+
+
+def _of_cuts(own: Collectives, ranks: dist.ProcessGroup | DeviceMesh | None, mesh: DeviceMesh) -> Collectives:
+    """Those of a model that is cut over `mesh`, of which `ranks`, whose `own` collectives are given, have one part."""
+    shared = _shared_ranks(ranks or _group(None, "the process group"), mesh)
     if shared != {dist.get_rank()}:
         raise ConfigError(
-            f"process_group and pipeline_group have ranks {sorted(shared)} in common, expected this one,"
-            f" {dist.get_rank()}, alone: a rank trains one stage"
+            f"process_group and the mesh over which the model is cut have ranks {sorted(shared)} in common, expected"
+            f" this one, {dist.get_rank()}, alone. Hand in the ranks that have the same part of it, as in"
+            ' zo.offload(model, process_group=mesh["dp"]) after parallelize_module(model, mesh["tp"], ...)'
         )
-    return own if dist.get_world_size(group) == 1 else PartCollectives(own, GroupCollectives(group))
+    return own if mesh.size() == 1 else PartCollectives(own, GroupCollectives(mesh.get_group()))
+
+
+def _shared_ranks(one: dist.ProcessGroup | DeviceMesh, other: dist.ProcessGroup | DeviceMesh) -> set[int]:
+    return set(_global_ranks(one)) & set(_global_ranks(other))
 
 
 def _global_ranks(ranks: dist.ProcessGroup | DeviceMesh) -> list[int]:

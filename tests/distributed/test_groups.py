@@ -9,7 +9,6 @@ import torch
 from support.folders import leftovers
 from support.meshes import (
     ON_NVME,
-    cut_by_tensor_parallelism,
     cut_differently,
     refused,
     train_in_groups,
@@ -87,10 +86,3 @@ def test_a_rank_whose_model_cannot_be_cut_tells_the_others() -> None:
     first, second = run_ranks(cut_differently, 2)
     assert "planning failed on another rank: rank 1: ConfigError: units=['layers.*'] matches no module" in first
     assert second.startswith("units=['layers.*'] matches no module")
-
-
-def test_tensor_parallel_models_are_refused() -> None:
-    for errors in run_ranks(cut_by_tensor_parallelism, 2):
-        for error in errors:
-            assert "parameter 0.weight is a DTensor" in error
-            assert "Hand in the plain model" in error

@@ -190,8 +190,8 @@ _NOTES = """\
 - **Other depths on other ranks** ("nested"): stage 3 gathers at each call of a block, so every rank must call the same
   ones. Stages 1 and 2 gather after an update, at the first call: only these must come in one order. Stage 0 never
   gathers parameters.
-- **Parallelism of torch's.** Stages of [pipelines](stages.md#pipelines) can be offloaded. Models that
-  `parallelize_module` or `fully_shard` has cut (their parameters are DTensors) are refused by `zo.offload`.
+- **Parallelism of torch's.** Stages of [pipelines](stages.md#pipelines) can be offloaded, and models that
+  `parallelize_module` has [cut](stages.md#tensor-parallelism). What `fully_shard` has cut is refused by `zo.offload`.
 - **A layer larger than the device budget** is refused by `zo.offload`, with the bytes of each holder and what would
   help.
 - **torch.compile.** Compile blocks, or their forwards; our hooks are not traced, so `fullgraph=True` is for the

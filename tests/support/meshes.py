@@ -9,9 +9,7 @@ import torch.distributed as dist
 from support.rank_stages import Case
 from support.rank_training import even_shares, train
 from support.small_models import small_gpt2
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zerooffload as zo
 
@@ -52,20 +50,9 @@ def cut_differently(rank: int, _world_size: int) -> str:
     return _error(None, units=["transformer.h.*" if rank == 0 else "layers.*"])
 
 
-def cut_by_tensor_parallelism(_rank: int, world_size: int) -> list[str]:
-    """What is said to DTensors, trained and frozen."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    errors: list[str] = []
-    for trains in (True, False):
-        model = nn.Sequential(nn.Linear(8, 8)).requires_grad_(trains)
-        parallelize_module(model, mesh, {"0": ColwiseParallel()})
-        errors.append(_error(None, model))
-    return errors
-
-
-def _error(process_group: Any, model: nn.Module | None = None, **fields: Any) -> str:
+def _error(process_group: Any, **fields: Any) -> str:
     try:
-        zo.offload(small_gpt2() if model is None else model, zo.OffloadConfig(**fields), process_group=process_group)
+        zo.offload(small_gpt2(), zo.OffloadConfig(**fields), process_group=process_group)
     except zo.ZeroOffloadError as error:
         return str(error)
     return "accepted"

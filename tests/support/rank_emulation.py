@@ -11,9 +11,11 @@ from support.rank_training import Loss
 from support.reference_optimizer import ReferenceOptimizer
 from support.reference_training import flat_layouts
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zerooffload.optim import reference
 from zerooffload.optim.record import OptimizerStates
+from zerooffload.sharding.local_tensors import local_tensor
 
 
 class EmulatedRanks:
@@ -41,10 +43,11 @@ class EmulatedRanks:
         self.world_size = world_size
         self.num_shards = world_size // num_replicas
         settings = {"sums_in_fp32": compute_dtype is not None, **options}
-        self.optimizer = ReferenceOptimizer(model.parameters(), OptimizerStates(), **settings)
+        self._params = dict(model.named_parameters(remove_duplicate=False))
+        tensors = [local_tensor(param) for param in model.parameters()]
+        self.optimizer = ReferenceOptimizer(tensors, OptimizerStates(), **settings)
         self.optimizer.take_over(model, compute_dtype, [])
         self._layouts = list(flat_layouts(model, world_size=self.num_shards))
-        self._params = dict(model.named_parameters(remove_duplicate=False))
         self._means: list[torch.Tensor | None] = [None] * len(self._layouts)
         self._held: set[str] = set()
 
@@ -62,7 +65,7 @@ class EmulatedRanks:
                 for slot in layout.slots:
                     grad = self._params[slot.param.name].grad
                     if grad is not None:
-                        flat[slot.start : slot.stop] = grad.reshape(-1)
+                        flat[slot.start : slot.stop] = self._local(slot.param.name, grad).reshape(-1)
                         arrived.add(slot.param.name)
                 of_ranks.append(flat)
             self.model.zero_grad()
@@ -87,16 +90,20 @@ class EmulatedRanks:
                     return mean[slot.start : slot.stop].view(slot.param.shape)
         raise KeyError(name)
 
-    def norm(self) -> float:
-        """Of the mean, in double."""
+    def norm_sums(self) -> list[float]:
+        """Of squares of the mean, in double; of each shard."""
         parts = []
         for rank in range(self.num_shards):
             sums: list[float] = []
-            for mean in self._means:
-                if mean is not None:
+            for layout, mean in zip(self._layouts, self._means, strict=True):
+                if mean is not None and layout.counts:
                     sums += reference.square_sums(mean.chunk(self.num_shards)[rank]).tolist()
             parts.append(math.fsum(sums))
-        return math.sqrt(sum(parts))
+        return parts
+
+    def norm(self) -> float:
+        """Of the mean, in double."""
+        return math.sqrt(sum(self.norm_sums()))
 
     def clip(self, max_norm: float) -> float:
         """Let the step multiply gradients so that their norm is at most `max_norm`. Returns it before, as fp32."""
@@ -109,11 +116,18 @@ class EmulatedRanks:
         for layout in self._layouts:
             for slot in layout.slots:
                 if slot.param.name in self._held:
-                    self.optimizer.set_gradient(self._params[slot.param.name], self.gradient(slot.param.name))
+                    tensor = local_tensor(self._params[slot.param.name])
+                    self.optimizer.set_gradient(tensor, self.gradient(slot.param.name))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._means = [None] * len(self._layouts)
         self._held.clear()
+
+    def _local(self, name: str, grad: torch.Tensor) -> torch.Tensor:
+        """This process's part of a gradient, cut as its parameter is."""
+        if isinstance(grad, DTensor):
+            grad = grad.redistribute(placements=self._params[name].placements)
+        return local_tensor(grad)
 
     def params(self) -> dict[str, torch.Tensor]:
         """Copies of all parameters."""

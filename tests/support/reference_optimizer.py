@@ -13,6 +13,7 @@ from zerooffload.optim.record import MASTER, REMAINDER, OptimizerStates
 from zerooffload.optim.rules import RULES
 from zerooffload.optim.rules.rule import step_scalars
 from zerooffload.sharding.layout import FlatLayout
+from zerooffload.sharding.local_tensors import local_tensor
 from zerooffload.sharding.stored import parts_of
 from zerooffload.tiers.records import RecordLayout
 
@@ -51,13 +52,14 @@ class ReferenceOptimizer(torch.optim.Optimizer):
             if parts_of(param):
                 # Frozen bytes.
                 continue
-            master = param.detach().clone().reshape(-1)
+            tensor = local_tensor(param)
+            master = tensor.detach().clone().reshape(-1)
             if dtype is torch.bfloat16:
-                param.data = reference.split_master(master)[0].view(param.shape).clone()
+                tensor.data = reference.split_master(master)[0].view(tensor.shape).clone()
             elif dtype is not None:
-                param.data = param.data.to(dtype)
+                tensor.data = tensor.data.to(dtype)
             if param.requires_grad:
-                self._records[param] = self._new_record(param, master)
+                self._records[tensor] = self._new_record(tensor, master)
         self._starts = {params[slot.param.name]: slot.start for layout in layouts for slot in layout.slots}
 
     @torch.no_grad()

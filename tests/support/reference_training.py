@@ -21,6 +21,7 @@ from zerooffload.runtime.build import Environment, build_run
 from zerooffload.runtime.ordinary_calls import make_ordinary_calls_right
 from zerooffload.sharding.grouping import find_units
 from zerooffload.sharding.layout import FlatLayout, ParamSpec, lay_out
+from zerooffload.sharding.local_tensors import is_replicated, local_tensor, tensor_parallel_mesh
 from zerooffload.sharding.registry import residence_of
 from zerooffload.sharding.stored import stored_tensors
 
@@ -259,14 +260,15 @@ def flat_layouts(
     model: nn.Module, *, trainable: bool | None = True, world_size: int = 1, block_numel: int = 1
 ) -> Iterator[FlatLayout]:
     """The flat buffers that the model is cut into, by the package's own pure code; all of them with None."""
-    params = dict(stored_tensors(model))
+    params, mesh = dict(stored_tensors(model)), tensor_parallel_mesh(model)
     for unit in find_units(model, "auto"):
-        groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
+        groups: dict[tuple[torch.dtype, bool, bool], list[ParamSpec]] = {}
         for names in unit.param_names:
             param = params[names[0]]
-            spec = ParamSpec(names[0], tuple(param.shape), names[1:])
-            groups.setdefault((param.dtype, param.requires_grad), []).append(spec)
-        for (dtype, is_trainable), specs in groups.items():
+            spec = ParamSpec(names[0], tuple(local_tensor(param).shape), names[1:])
+            key = (param.dtype, param.requires_grad, mesh is not None and is_replicated(param))
+            groups.setdefault(key, []).append(spec)
+        for (dtype, is_trainable, replicated), specs in groups.items():
             if trainable is None or is_trainable == trainable:
                 yield lay_out(
                     unit.name,
@@ -275,4 +277,5 @@ def flat_layouts(
                     trainable=is_trainable,
                     world_size=world_size,
                     block_numel=block_numel,
+                    counts=mesh is None or not replicated or mesh.get_local_rank() == 0,
                 )

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zerooffload import native
 from zerooffload.accelerator import Accelerator
@@ -49,6 +50,7 @@ from zerooffload.sharding.collectives import Collectives, SingleRank, agree
 from zerooffload.sharding.flat import Flat
 from zerooffload.sharding.grouping import UnitModules, find_units
 from zerooffload.sharding.layout import ParamSpec, lay_out
+from zerooffload.sharding.local_tensors import is_distributed, is_replicated, local_tensor, tensor_parallel_mesh
 from zerooffload.sharding.registry import register, residence_of
 from zerooffload.sharding.stored import is_opaque, stored_tensors
 from zerooffload.sharding.unit import Unit, UnitFlat, new_training_states
@@ -168,7 +170,8 @@ def _cut_and_plan(model: nn.Module, config: OffloadConfig, env: Environment) -> 
     _check_model(model)
     found = find_units(model, config.units)
     params_of = dict(stored_tensors(model))
-    layouts = [_unit_layout(unit, params_of, config, env.collectives.world_size) for unit in found]
+    mesh = tensor_parallel_mesh(model)
+    layouts = [_unit_layout(unit, params_of, config, env, mesh) for unit in found]
     reach = Reach(env.accelerator.shares_host_memory, env.accelerator.range_nbytes)
     inputs = _block_inputs(found, layouts, config, reach)
     return found, _announce(layouts, inputs, config, env, reach)
@@ -213,34 +216,59 @@ def _check_model(model: nn.Module) -> None:
             raise ConfigError(f"the model is offloaded already (parameter {name}): call zo.close(model) first")
         if param.is_meta and is_opaque(param):
             raise ConfigError(f"{name} has no values, and no module could give it any: load a quantized model first")
-        if not param.is_meta and param.untyped_storage().nbytes() < param.numel() * param.element_size():
+        tensor = local_tensor(param)
+        if not tensor.is_meta and tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             raise ConfigError(f"parameter {name} has no values: it belonged to a run that was closed")
         if param.grad is not None:
             raise ConfigError(f"parameter {name} has a gradient: call model.zero_grad() before zo.offload")
 
 
 def _unit_layout(
-    unit: UnitModules, params_of: dict[str, torch.Tensor], config: OffloadConfig, world_size: int
+    unit: UnitModules,
+    params_of: dict[str, torch.Tensor],
+    config: OffloadConfig,
+    env: Environment,
+    mesh: DeviceMesh | None,
 ) -> UnitLayout:
-    """Group a unit's parameters into flats of one dtype and one `requires_grad`."""
-    groups: dict[tuple[torch.dtype, bool], list[ParamSpec]] = {}
+    """Group a unit's parameters into flats of one dtype, one `requires_grad`, and one kind under tensor parallelism."""
+    groups: dict[tuple[torch.dtype, bool, bool], list[ParamSpec]] = {}
     for names in unit.param_names:
         param = params_of[names[0]]
-        dtype = config.torch_compute_dtype if param.is_floating_point() and not is_opaque(param) else None
-        spec = ParamSpec(names[0], tuple(param.shape), names[1:])
-        groups.setdefault((dtype or param.dtype, param.requires_grad), []).append(spec)
+        spec = ParamSpec(names[0], tuple(local_tensor(param).shape), names[1:])
+        key = (
+            _flat_dtype(spec.name, param, config, env),
+            param.requires_grad,
+            mesh is not None and is_replicated(param),
+        )
+        groups.setdefault(key, []).append(spec)
     flats = [
         lay_out(
-            f"{unit.name}/{dtype}{'' if trainable else '/frozen'}".replace("torch.", ""),
+            f"{unit.name}/{dtype}{'' if trainable else '/frozen'}{'/replicated' if replicated else ''}".replace(
+                "torch.", ""
+            ),
             specs,
             dtype=dtype,
             trainable=trainable,
-            world_size=world_size,
+            world_size=env.collectives.world_size,
             block_numel=_optimizer_states(config).block_numel if trainable else 1,
+            counts=mesh is None or not replicated or mesh.get_local_rank() == 0,
         )
-        for (dtype, trainable), specs in groups.items()
+        for (dtype, trainable, replicated), specs in groups.items()
     ]
     return UnitLayout(unit.name, tuple(flats), unit.needs)
+
+
+def _flat_dtype(name: str, param: torch.Tensor, config: OffloadConfig, env: Environment) -> torch.dtype:
+    """In which a parameter computes."""
+    convertible = param.is_floating_point() and not is_opaque(param)
+    dtype = (config.torch_compute_dtype if convertible else None) or param.dtype
+    device = env.accelerator.device
+    if is_distributed(param) and (dtype, device.type) != (param.dtype, param.device.type):
+        raise ConfigError(
+            f"parameter {name} is a DTensor, which stays {param.dtype} on {param.device.type}, and is to compute in"
+            f" {dtype} on {device.type}: convert the model before zo.offload, as in model.to({dtype})"
+        )
+    return dtype
 
 
 def _block_inputs(

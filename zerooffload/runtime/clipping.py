@@ -49,7 +49,7 @@ def norm_sum(chosen: Sequence[Chosen], norm_type: float, square_sums: SquareSums
     if not norm_type > 0:
         raise ConfigError(f"norm_type={norm_type}: expected a positive number or inf")
     sums: list[torch.Tensor] = []
-    for item in chosen:
+    for item in (item for item in chosen if item.part.flat.layout.counts):
         indices = item.with_gradient()
         whole = len(indices) == sum(item.training.held)
         factors = {item.training.grad_factors[index] for index in indices}

@@ -11,6 +11,7 @@ from zerooffload.memory import Lease
 from zerooffload.runtime.gradients import GradientPath
 from zerooffload.runtime.slot_access import SlotAccess, bits, join_pieces, own_piece
 from zerooffload.sharding.collectives import Collectives
+from zerooffload.sharding.local_tensors import distributed_like, local_gradient
 from zerooffload.sharding.placeholders import OffloadedGradient
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 
@@ -58,7 +59,8 @@ class GradientAccess:
                 self._gradients.discard(part, index)
             if training.held[index]:
                 piece = {"grad": self._clipped(part, training, index).to(param.dtype)}
-                param.grad = join_pieces(self._collectives, part, index, piece)["grad"].to(param.device)
+                whole = join_pieces(self._collectives, part, index, piece)["grad"]
+                param.grad = distributed_like(param, whole.to(param.device))
 
     def _take(self, part: UnitFlat, training: TrainingStates) -> None:
         mine = [self._is_edited(part, training, index) for index in range(len(part.flat.params))]
@@ -68,16 +70,17 @@ class GradientAccess:
             if not edited[index]:
                 continue
             if param.grad is not None:
-                self._write(part, training, index, param.grad)
+                self._write(part, training, index, local_gradient(param, param.grad))
             training.held[index] = param.grad is not None
             training.grad_factors[index] = 1.0
         if any(edited):
             self._gradients.changed(part)
 
     def _is_edited(self, part: UnitFlat, training: TrainingStates, index: int) -> bool:
-        grad = part.flat.params[index].grad
-        if grad is None or not training.held[index]:
-            return training.held[index] != (grad is not None)
+        param = part.flat.params[index]
+        if param.grad is None or not training.held[index]:
+            return training.held[index] != (param.grad is not None)
+        grad = local_gradient(param, param.grad)
         shown = self._clipped(part, training, index).to(grad.dtype)
         return not torch.equal(bits(own_piece(part, index, grad).cpu()), bits(shown))
 

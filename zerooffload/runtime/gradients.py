@@ -35,6 +35,7 @@ from zerooffload.runtime.landing import Landing, zero_absent
 from zerooffload.runtime.reduction_order import ReductionOrder
 from zerooffload.runtime.resources import Parts
 from zerooffload.sharding.collectives import Collectives
+from zerooffload.sharding.local_tensors import local_gradient
 from zerooffload.sharding.placeholders import OffloadedGradient
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 from zerooffload.telemetry import Wait, Waitable, Work, wait_for_all
@@ -118,7 +119,7 @@ class GradientPath:
         param = part.flat.params[index]
         if param.grad is None:
             raise InternalError("a gradient's hook ran without a gradient")
-        grad, param.grad = param.grad.to_dense() if param.grad.is_sparse else param.grad, None
+        grad, param.grad = local_gradient(param, param.grad.to_dense() if param.grad.is_sparse else param.grad), None
         if training.held[index]:
             self._tell_of_rounding(training.gradient_dtype)
         home = training.gradient.whole(Space.DEVICE)

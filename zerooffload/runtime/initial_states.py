@@ -36,7 +36,7 @@ class InitialStates:
 
     def write(self, part: UnitFlat) -> None:
         """Write a flat's parameters, as its module holds them now, and the state of an optimizer that never stepped."""
-        values = [param.detach().reshape(-1) for param in part.flat.params]
+        values = [tensor.detach().reshape(-1) for tensor in part.flat.tensors]
         layout = part.flat.layout
         self._write_chunks(part.home, lambda views, span: _write_params(views, values, layout, span))
         if part.training is not None:

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zerooffload.errors import ConfigError
 from zerooffload.runtime.param_access import keep_lease
 from zerooffload.runtime.run import Run
+from zerooffload.sharding.local_tensors import distributed_like, local_tensor
 from zerooffload.sharding.registry import Residence, residence_of
 from zerooffload.sharding.stored import parts_of, rebuilt
 from zerooffload.sharding.unit import Unit
@@ -201,9 +202,11 @@ def _copy_for(
             param,
             {name: _copy_for(state, part, lives, run, copies) for name, (part, lives) in inside.items() if lives},
         )
-    lease = run.access.lease_copies(param.numel() * param.dtype.itemsize)
-    copy = run.access.read_parameter(residence)
-    keep_lease(lease, [copy])
+    tensor = local_tensor(param)
+    lease = run.access.lease_copies(tensor.numel() * tensor.dtype.itemsize)
+    values = run.access.read_parameter(residence)
+    keep_lease(lease, [values])
+    copy = distributed_like(param, values)
     copies[copy] = id(param)
     return copy
 

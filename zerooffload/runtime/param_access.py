@@ -24,6 +24,7 @@ from zerooffload.runtime.slot_access import SlotAccess, bits, join_pieces, own_p
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.layout import Slot
+from zerooffload.sharding.local_tensors import distributed_like, local_like
 from zerooffload.sharding.registry import Residence, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
 from zerooffload.tiers import Block
@@ -133,12 +134,13 @@ class ParamAccess:
         part, index, rule = residence.part, residence.slot_index, self._rule
         kept = [item for item in training.optimizer.layout.parts if item in (REMAINDER, MASTER)]
         nbytes = sum(item.dtype.itemsize for item in kept) + 4 * len(rule.moments)
-        lease = self.lease_copies(nbytes * param.numel())
+        lease = self.lease_copies(nbytes * _slot(residence).param.numel)
         record = self._slots.read(part, training.optimizer, index)
         state = {item.name: record[item.name] for item in kept}
         state |= {moment.name: read_moment(record, moment) for moment in rule.moments}
         state = self._join_pieces(part, index, state)
         keep_lease(lease, state.values())
+        state = {name: distributed_like(param, value) for name, value in state.items()}
         return {"step": torch.tensor(float(training.steps[index])), **state}
 
     def forget_optimizer_state(self, param: nn.Parameter) -> None:
@@ -157,14 +159,14 @@ class ParamAccess:
         residence, training = _trained(param)
         part, index = residence.part, residence.slot_index
         names = {REMAINDER.name, MASTER.name, *(moment.name for moment in self._rule.moments)} & state.keys()
+        local = {}
         for name in names:
+            title = f"{_slot(residence).param.name}: {name}"
             if state[name].shape != param.shape:
-                raise ConfigError(
-                    f"{_slot(residence).param.name}: {name} has shape {tuple(state[name].shape)},"
-                    f" expected {tuple(param.shape)}"
-                )
+                raise ConfigError(f"{title} has shape {tuple(state[name].shape)}, expected {tuple(param.shape)}")
+            local[name] = local_like(param, state[name], title)
         record = self._slots.read(part, training.optimizer, index)
-        pieces = {name: own_piece(part, index, state[name]) for name in names}
+        pieces = {name: own_piece(part, index, value) for name, value in local.items()}
         for moment in self._rule.moments:
             if moment.name in pieces:
                 write_moment(record, moment, pieces.pop(moment.name).to("cpu", torch.float32), NEAREST)
@@ -201,15 +203,15 @@ class ParamAccess:
     @contextmanager
     def _copy(self, part: UnitFlat) -> Iterator[tuple[UnitFlat, list[torch.Tensor]]]:
         with self.lease_copies(part.flat.layout.nbytes):
-            yield part, [param.detach().clone() for param in part.flat.params]
+            yield part, [tensor.detach().clone() for tensor in part.flat.tensors]
 
     def _check_outlive(self, copies: list[tuple[UnitFlat, list[torch.Tensor]]]) -> None:
         """See that edits are of what a committed step covers: what is frozen has one slot, or none."""
         if self._resources.commits is None:
             return
         for part, before in copies:
-            for slot, param, old in zip(part.flat.layout.slots, part.flat.params, before, strict=True):
-                if part.training is None and bool((bits(param) != bits(old)).any()):
+            for slot, tensor, old in zip(part.flat.layout.slots, part.flat.tensors, before, strict=True):
+                if part.training is None and bool((bits(tensor) != bits(old)).any()):
                     raise ConfigError(
                         f"{slot.param.name} was frozen when zo.offload was called, and steps are committed here: a"
                         " change of it would not survive a crash. Change it before zo.offload, or offload it with"
@@ -218,17 +220,17 @@ class ParamAccess:
 
     def _write_back(self, part: UnitFlat, before: list[torch.Tensor]) -> None:
         """Take edited parameters home. Where a value changed, what its master had beyond it belonged to the old one."""
-        for index, (param, old) in enumerate(zip(part.flat.params, before, strict=True)):
-            changed = bits(param) != bits(old)
+        for index, (tensor, old) in enumerate(zip(part.flat.tensors, before, strict=True)):
+            changed = bits(tensor) != bits(old)
             if not bool(changed.any()):
                 continue
             if part.range is not None:
-                self._slots.write(part, part.home, index, {"param": own_piece(part, index, param.detach())})
+                self._slots.write(part, part.home, index, {"param": own_piece(part, index, tensor.detach())})
                 part.own_changed()
             else:
                 self._slots.copy_again(part.home)
             if part.training is not None:
-                self._write_back_master(part, part.training.optimizer, index, param.detach(), changed)
+                self._write_back_master(part, part.training.optimizer, index, tensor.detach(), changed)
 
     def _write_back_master(
         self, part: UnitFlat, optimizer: Block, index: int, param: torch.Tensor, changed: torch.Tensor
@@ -285,8 +287,8 @@ def keep_lease(lease: Lease, tensors: Iterable[torch.Tensor]) -> None:
 def _undo(copies: list[tuple[UnitFlat, list[torch.Tensor]]]) -> None:
     with torch.no_grad():
         for part, before in copies:
-            for param, old in zip(part.flat.params, before, strict=True):
-                param.data.copy_(old)
+            for tensor, old in zip(part.flat.tensors, before, strict=True):
+                tensor.data.copy_(old)
 
 
 def _slot(residence: Residence) -> Slot:

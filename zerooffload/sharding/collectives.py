@@ -332,12 +332,14 @@ class ReplicatedCollectives:
 
 
 class PartCollectives:
-    """Of ranks that train a part of a model, such as a pipeline stage, while others train the other parts.
+    """Of ranks that train a part of a model while others train the other parts.
+
+    A part is a stage of a pipeline, or what a rank of tensor parallelism has; or a part of such a part.
 
     Parameters
     ----------
     own : Collectives
-        Of the ranks that train this part.
+        Of the ranks that train this part, and of its own parts if it has any.
     parts : GroupCollectives
         Of this rank and one of each other part.
 
@@ -374,7 +376,8 @@ class PartCollectives:
 
     def gather_of_parts(self, value: T) -> list[T]:
         """See `Collectives`."""
-        return self._parts.gather_objects(value)
+        of_parts = self._parts.gather_objects(self._own.gather_of_parts(value))
+        return [item for of_part in of_parts for item in of_part]
 
     def agreement(self) -> StepAgreement:
         """With the ranks of all parts: a step is committed when all of the model is."""

@@ -9,6 +9,7 @@ import torch
 from zerooffload.errors import ConfigError
 from zerooffload.sharding.idle import set_idle, set_in_use
 from zerooffload.sharding.layout import FlatLayout
+from zerooffload.sharding.local_tensors import local_tensor
 from zerooffload.sharding.placeholders import parameter_placeholder, was_written
 
 
@@ -26,16 +27,22 @@ class Flat:
     layout : FlatLayout
     params : tuple[torch.Tensor, ...]
         In the order of the layout's slots; all that are trained are `torch.nn.Parameter`s.
+    tensors : tuple[torch.Tensor, ...]
+        What hold their values: the same, or their local tensors.
     """
 
     def __init__(self, layout: FlatLayout, params: Sequence[torch.Tensor], device: torch.device) -> None:
         self.layout = layout
         self.params = tuple(params)
+        self.tensors = tuple(local_tensor(param) for param in params)
+        # A view of a DTensor shares the DTensor's counter, one of its local tensor that one's.
+        local = (tensor for tensor, param in zip(self.tensors, self.params, strict=True) if tensor is not param)
+        self._counted = (*self.params, *local)
         self._device = device
         self._placeholders = [parameter_placeholder(slot.param.shape, layout.dtype, device) for slot in layout.slots]
         self._views: list[torch.Tensor] = []
-        self._versions = [param._version for param in self.params]
-        self._changes = [0] * len(self.params)
+        self._versions = [tensor._version for tensor in self._counted]
+        self._num_changes = 0
         self._is_away = False
 
     def bind(self, memory: torch.Tensor) -> None:
@@ -53,8 +60,9 @@ class Flat:
         """
         if not self._is_away:
             return
+        # The parameters' versions are the first ones.
         for slot, param, placeholder, version in zip(
-            self.layout.slots, self.params, self._placeholders, self._versions, strict=True
+            self.layout.slots, self.params, self._placeholders, self._versions, strict=False
         ):
             # Reading a number from another device would make the host wait for it.
             overwritten = self._device.type == "cpu" and was_written(placeholder)
@@ -74,23 +82,23 @@ class Flat:
         """
         self.check_untouched()
         with torch._C.DisableTorchFunctionSubclass():
-            for param, view in zip(self.params, self._views, strict=True):
-                param.data = view
+            for tensor, view in zip(self.tensors, self._views, strict=True):
+                tensor.data = view
         if self._is_away:
-            restored = [version + changes for version, changes in zip(self._versions, self._changes, strict=True)]
-            torch._C._autograd._unsafe_set_version_counter(self.params, tuple(restored))
+            restored = tuple(version + self._num_changes for version in self._versions)
+            torch._C._autograd._unsafe_set_version_counter(self._counted, restored)
             self._is_away = False
 
     def show_away(self) -> None:
         """The parameters are placeholders; whoever still holds a saved view must not read it."""
         if not self._is_away:
-            self._versions = [param._version for param in self.params]
-            self._changes = [0] * len(self.params)
-            torch.autograd.graph.increment_version(self.params)
+            self._versions = [tensor._version for tensor in self._counted]
+            self._num_changes = 0
+            torch.autograd.graph.increment_version(self._counted)
             self._is_away = True
         with torch._C.DisableTorchFunctionSubclass():
-            for param, placeholder in zip(self.params, self._placeholders, strict=True):
-                param.data = placeholder
+            for tensor, placeholder in zip(self.tensors, self._placeholders, strict=True):
+                tensor.data = placeholder
 
     def let_be_used(self) -> None:
         """Somebody is known to use the parameters: operations on them are torch's alone."""
@@ -103,6 +111,6 @@ class Flat:
     def values_changed(self) -> None:
         """The values at home are new ones: graphs from before are stale."""
         if self._is_away:
-            self._changes = [changes + 1 for changes in self._changes]
+            self._num_changes += 1
         else:
-            torch.autograd.graph.increment_version(self.params)
+            torch.autograd.graph.increment_version(self._counted)

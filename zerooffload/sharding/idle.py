@@ -10,9 +10,9 @@ class again and nothing stands between it and torch.
 
 from __future__ import annotations
 
+import functools
 import types as python_types
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -36,6 +36,10 @@ _NEEDS_NO_VALUES = frozenset(
         *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad"),
     }
 )
+
+
+_METHODS_OF_VALUES = ("to_local", "full_tensor", "redistribute")
+"""Of a DTensor, in Python, which torch does not tell of."""
 
 
 class _Idle:
@@ -71,11 +75,23 @@ def set_in_use(tensors: Iterable[torch.Tensor]) -> None:
             tensor.__class__ = type(tensor).__bases__[1]
 
 
-@cache
+@functools.cache
 def _idle_class(own: type[torch.Tensor]) -> type[torch.Tensor]:
+    watched = {name: _asking_first(getattr(own, name)) for name in _METHODS_OF_VALUES if hasattr(own, name)}
     # A class with the metaclass of `own`, and its name, so that messages read as ever.
-    idle: type[torch.Tensor] = python_types.new_class(own.__name__, (_Idle, own))
+    idle: type[torch.Tensor] = python_types.new_class(
+        own.__name__, (_Idle, own), exec_body=lambda namespace: namespace.update(watched)
+    )
     return idle
+
+
+def _asking_first(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def asking_first(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _ask_for_values(tensor)
+        return method(tensor, *args, **kwargs)
+
+    return asking_first
 
 
 def _needs_values(func: Callable[..., Any]) -> bool:

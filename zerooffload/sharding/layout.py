@@ -69,6 +69,9 @@ class FlatLayout:
         Ranks that share the buffer.
     block_numel : int
         Elements that must not be cut apart: parameters and shards start on multiples of it.
+    counts : bool
+        Whether the elements count in the model's norm; those that are another rank's too, outside of the ranks that
+        share the buffer, count there if not here.
     """
 
     name: str
@@ -77,6 +80,7 @@ class FlatLayout:
     slots: tuple[Slot, ...]
     world_size: int
     block_numel: int = 1
+    counts: bool = True
 
     @cached_property
     def numel(self) -> int:
@@ -130,6 +134,7 @@ def lay_out(
     trainable: bool,
     world_size: int = 1,
     block_numel: int = 1,
+    counts: bool = True,
 ) -> FlatLayout:
     """Place parameters one after the other; `block_numel` is a power of two."""
     alignment = max(block_numel, slot_alignment_numel(dtype))
@@ -137,4 +142,4 @@ def lay_out(
     for param in params:
         slots.append(Slot(param, position))
         position = round_up(position + param.numel, alignment)
-    return FlatLayout(name, dtype, trainable, tuple(slots), world_size, block_numel)
+    return FlatLayout(name, dtype, trainable, tuple(slots), world_size, block_numel, counts)

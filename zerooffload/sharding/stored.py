@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerooffload.errors import ConfigError
+from zerooffload.sharding.local_tensors import is_distributed
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -25,17 +25,10 @@ def stored_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     Raises
     ------
     ConfigError
-        If a trainable parameter is made of other tensors, or any is shared with other ranks already.
+        If a trainable parameter is made of other tensors.
     """
     for name, param in module.named_parameters(remove_duplicate=False):
-        # A DTensor, told by what it has: its module takes long to import.
-        if isinstance(getattr(param, "device_mesh", None), DeviceMesh):
-            raise ConfigError(
-                f"parameter {name} is a {type(param).__name__}: models that are cut by tensor parallelism"
-                " (parallelize_module, fully_shard) cannot be offloaded. Hand in the plain model, which stage=3 shards"
-                " over the ranks of process_group, or a stage of a pipeline with pipeline_group"
-            )
-        if is_traceable_wrapper_subclass(param) and param.requires_grad:
+        if parts_of(param) and param.requires_grad:
             raise ConfigError(
                 f"parameter {name} is a {type(param).__name__}, made of other tensors: it can be offloaded where it is"
                 " frozen (requires_grad=False)"
@@ -49,8 +42,8 @@ def is_opaque(tensor: torch.Tensor) -> bool:
 
 
 def parts_of(param: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors that a parameter is made of, by attribute; none for an ordinary one."""
-    if not is_traceable_wrapper_subclass(param):
+    """The tensors that a parameter is made of, by attribute; none for an ordinary one, or one that is distributed."""
+    if is_distributed(param) or not is_traceable_wrapper_subclass(param):
         return {}
     attributes, _ = param.__tensor_flatten__()
     return {attribute: getattr(param, attribute) for attribute in attributes}

@@ -1,0 +1,119 @@
+"""Models that torch's tensor parallelism has cut, with replicas of each part: equal to the same in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.rank_training import MAX_NORM, NUM_MICRO_STEPS, NUM_STEPS
+from support.ranks import run_ranks
+from support.tensor_parallel import (
+    Case,
+    check_apart,
+    train_cut_models,
+)
+
+WORLD_SIZE = 4
+CASES = [
+    Case("plain norms", 3, ("nvme", "nvme", "nvme")),
+    Case("plain norms", 0, ("host", "host", "host")),
+    Case("plain norms", 1, ("nvme", "nvme", "host")),
+    Case("sequence parallel", 2, ("host", "host", "host")),
+    Case("sequence parallel", 3, ("host", "nvme", "host"), "under_next_forward"),
+    Case("sequence parallel", 3, ("nvme", "nvme", "nvme"), "during_backward"),
+    Case("tied", 3, ("nvme", "host", "host")),
+    Case("partly frozen", 3, ("nvme", "nvme", "nvme")),
+    Case("checkpointed", 3, ("nvme", "host", "nvme")),
+]
+
+
+def check(plain: dict[str, Any], offloaded: dict[str, Any], *, done: int = 0) -> None:
+    """Losses, norms and parameters, to the bit."""
+    assert all(norm > MAX_NORM for norm in plain["norms"])
+    assert offloaded["losses"] == plain["losses"][done * NUM_MICRO_STEPS :]
+    assert offloaded["norms"] == plain["norms"][done:]
+    assert offloaded["params"].keys() == plain["params"].keys()
+    for name, value in plain["params"].items():
+        assert torch.equal(offloaded["params"][name], value), name
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """Of each rank and case; all in one set of processes, which is quick."""
+    folder = tmp_path_factory.mktemp("tensor-parallel")
+    return run_ranks(train_cut_models, WORLD_SIZE, str(folder), CASES, limit_seconds=60)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: str(CASES[number]))
+def test_a_cut_model_trains_as_it_does_in_plain_pytorch(number: int, results: list[list[dict[str, Any]]]) -> None:
+    for of_rank in results:
+        check(**of_rank[number])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found out about the rest; in one set of processes too."""
+    return run_ranks(check_apart, WORLD_SIZE, str(tmp_path_factory.mktemp("apart")), limit_seconds=60)
+
+
+def test_each_element_counts_once_in_the_norm(found: list[dict[str, Any]]) -> None:
+    """As the norm of all gradients put together: sums of doubles, rounded once to fp32, differ by one place at most."""
+    for pairs in [of_rank["norms_of_whole_gradients"] for of_rank in found]:
+        assert len(pairs) == 18
+        for norm, expected in pairs:
+            assert abs(norm - expected) <= np.spacing(np.float32(expected))
+
+
+def test_norms_are_over_the_stages_of_a_pipeline_too(found: list[dict[str, Any]]) -> None:
+    for order, norm, expected in [of_rank["norms_of_cut_stages"] for of_rank in found]:
+        assert order == [0, 1, 2, 3]
+        assert abs(norm - expected) <= np.spacing(np.float32(expected))
+
+
+def test_a_part_that_overflows_skips_the_step_of_all(found: list[dict[str, Any]]) -> None:
+    assert [of_rank["overflow_in_one_part"] for of_rank in found] == [(True, 1.0)] * WORLD_SIZE
+
+
+def test_all_parts_resume_at_the_step_that_all_hold(found: list[dict[str, Any]]) -> None:
+    for done, offloaded, plain in [of_rank["resume_cut_model"] for of_rank in found]:
+        assert done == NUM_STEPS - 1
+        check(plain, offloaded, done=done)
+
+
+def test_ordinary_calls_are_right_or_refused(found: list[dict[str, Any]]) -> None:
+    for said in [of_rank["call_ordinary"] for of_rank in found]:
+        assert said["state_dict"]
+        assert said["load_state_dict"]
+        for name in ("deepcopy", "pickle"):
+            assert "does not work on an offloaded model" in said[name], name
+        assert "An offloaded model stays as it is" in said["to"]
+        for name in ("to_local", "full_tensor", "redistribute", "add"):
+            assert "blocks.0.up.weight was used outside of the model's forward" in said[name], name
+        assert said["edit"] == 0.0
+        assert said["gradients"] == []
+        assert said["new gradient"] == [1.0]
+        assert ["modified" in error for error in said["stale"]] == [True, True]
+
+
+def test_optimizer_states_are_those_of_torch(found: list[dict[str, Any]]) -> None:
+    for said in [of_rank["exchange_optimizer_states"] for of_rank in found]:
+        assert all(said["same"])
+        assert said["torch takes it"]
+        assert "exp_avg is a plain tensor, expected a DTensor (Shard(dim=0),)" in said["plain"]
+        assert "exp_avg is a DTensor (Replicate(),)" in said["moved"]
+
+
+def test_what_cannot_be_offloaded_is_refused_on_every_rank(found: list[dict[str, Any]]) -> None:
+    for said in [of_rank["refused"] for of_rank in found]:
+        for name in ("no group", "same group"):
+            assert 'zo.offload(model, process_group=mesh["dp"])' in said[name]
+        assert "pipeline_group" in said["pipeline"]
+        assert "hand in the model without it" in said["fully sharded"]
+        assert "of 2 dimensions" in said["two dimensions"]
+        assert "cut over several meshes" in said["two meshes"]
+        assert "still to be made" in said["partial"]
+        assert "model.to_empty" in said["meta"]
+        assert "DTensor of TwoTensors" in said["subclass"]
+        assert "convert the model before zo.offload" in said["dtype"]

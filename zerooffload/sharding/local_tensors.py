@@ -1,0 +1,135 @@
+"""The tensors that hold what a rank has of a model that tensor parallelism has cut.
+
+[Note: tensor parallelism]
+`parallelize_module` makes parameters DTensors: every rank of a mesh has a *local tensor*, its part of the parameter
+(`Shard`) or a copy of it (`Replicate`). A flat buffer holds local tensors, so whatever moves, counts or updates
+elements knows nothing of the cut; what is not a DTensor is its own local tensor. The parameter is what the user and
+autograd hold: it has the shape of the whole, the hooks, the gradient and the class, and computes with what its local
+tensor shows. A gradient that comes as a sum that is still to be made (`Partial`) is added up over the mesh when
+autograd has finished it: the order of these sums is autograd's, as that of the cut model's own collectives is.
+
+Plain parameters of a cut model, and DTensors that are replicated, are the same on all ranks of the mesh, and so are
+their gradients. They lie in flat buffers of their own, of which the mesh's first rank alone adds to the model's norm.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerooffload.errors import ConfigError
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor, told by what it has: its module takes long to import."""
+    return isinstance(getattr(tensor, "device_mesh", None), DeviceMesh)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor: the tensor itself, if it is not distributed."""
+    # Not `to_local()`, which is watched in a parameter that is idle, and makes another tensor.
+    local: torch.Tensor = getattr(tensor, "_local_tensor") if is_distributed(tensor) else tensor  # noqa: B009
+    return local
+
+
+def local_like(param: torch.Tensor, value: torch.Tensor, name: str) -> torch.Tensor:
+    """What this rank has of `value`, which is cut as `param` is.
+
+    Raises
+    ------
+    ConfigError
+        If it is not cut so; `name` tells what it is.
+    """
+    cuts = [(each.device_mesh, each.placements) if is_distributed(each) else None for each in map(_any, (param, value))]
+    if cuts[0] != cuts[1]:
+        raise ConfigError(f"{name} is {_described(value)}, expected {_described(param)}, as its parameter is")
+    return local_tensor(value)
+
+
+def local_gradient(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a parameter's gradient, cut as the parameter is. Collective where it is not cut so yet.
+
+    Raises
+    ------
+    ConfigError
+        If the parameter is a DTensor, and the gradient is not.
+    """
+    if is_distributed(param) and is_distributed(grad):
+        grad = _any(grad).redistribute(placements=_any(param).placements)
+    return local_like(param, grad, "a gradient")
+
+
+def distributed_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """The tensor of which this rank has `local`, cut as `param` is."""
+    if not is_distributed(param):
+        return local
+    cut = _any(param)
+    made: torch.Tensor = cut.from_local(
+        local, cut.device_mesh, cut.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+    return made
+
+
+def is_replicated(param: torch.Tensor) -> bool:
+    """Whether every rank of a cut model has all of a parameter."""
+    return not is_distributed(param) or all(placement.is_replicate() for placement in _any(param).placements)
+
+
+def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
+    """The mesh over which a model is cut; None for one that is whole.
+
+    Raises
+    ------
+    ConfigError
+        If it is cut over several meshes, one of several dimensions or one without this rank; by `fully_shard`; or in
+        a way that cannot be offloaded.
+    """
+    if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):
+        raise ConfigError(
+            "fully_shard has cut the model: hand in the model without it, which OffloadConfig(stage=3) shards over the"
+            " ranks of process_group"
+        )
+    meshes: dict[DeviceMesh, str] = {}
+    for name, param in model.named_parameters():
+        if is_distributed(param):
+            _check_cut(name, _any(param))
+            meshes.setdefault(_any(param).device_mesh, name)
+    if len(meshes) > 1:
+        raise ConfigError(
+            "the model is cut over several meshes"
+            f" ({', '.join(f'{name} over {mesh}' for mesh, name in meshes.items())}): parallelize all of it over one"
+        )
+    return next(iter(meshes), None)
+
+
+def _check_cut(name: str, param: Any) -> None:
+    mesh, local = param.device_mesh, local_tensor(param)
+    if mesh.ndim > 1:
+        raise ConfigError(
+            f'parameter {name} is cut over {mesh}, of {mesh.ndim} dimensions: expected one, as in mesh["tp"]'
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigError(f"parameter {name} is cut over {mesh}, of which this rank is none")
+    if any(placement.is_partial() for placement in param.placements):
+        raise ConfigError(f"parameter {name} is a sum that is still to be made ({param.placements}): redistribute it")
+    if local.is_meta:
+        raise ConfigError(
+            f"parameter {name} is cut and has no values: give it some before zo.offload, as in"
+            ' model.to_empty(device="cpu"), and its initialisation'
+        )
+    if type(local) is not torch.Tensor:
+        raise ConfigError(f"parameter {name} is a DTensor of {type(local).__name__}s, which cannot be offloaded")
+
+
+def _described(tensor: torch.Tensor) -> str:
+    if not is_distributed(tensor):
+        return "a plain tensor"
+    return f"a DTensor {tuple(_any(tensor).placements)} over {_any(tensor).device_mesh}"
+
+
+def _any(tensor: torch.Tensor) -> Any:
+    """A DTensor, for reading what torch's stubs do not know."""
+    return tensor
