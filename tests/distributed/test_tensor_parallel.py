@@ -26,6 +26,7 @@ CASES = [
     Case("tied", 3, ("nvme", "host", "host")),
     Case("partly frozen", 3, ("nvme", "nvme", "nvme")),
     Case("checkpointed", 3, ("nvme", "host", "nvme")),
+    Case("sequence parallel", 3, ("nvme", "host", "host"), micro_batch_size=2),
 ]
 
 

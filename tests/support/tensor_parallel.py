@@ -17,6 +17,7 @@ from support.environments import Homes
 from support.pipelines import error_of
 from support.rank_emulation import EmulatedRanks
 from support.rank_training import MAX_NORM, NUM_MICRO_STEPS, NUM_STEPS, OPTIONS, Loss, offload_config
+from support.slices_by_hand import in_slices_by_hand
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -179,9 +180,12 @@ def two_by_two() -> DeviceMesh:
 class CutReplicas(EmulatedRanks):
     """The replicas of a cut model, in plain PyTorch: each rank of the mesh has its part of all of them."""
 
-    def __init__(self, cut: str, mesh: DeviceMesh) -> None:
+    def __init__(self, case: Case, mesh: DeviceMesh) -> None:
         self._group = mesh.get_group()
-        super().__init__(cut_model(cut, mesh), 2, **OPTIONS)
+        model = cut_model(case.cut, mesh)
+        if case.micro_batch_size is not None:
+            in_slices_by_hand(case.micro_batch_size)(model)
+        super().__init__(model, 2, **OPTIONS)
 
     def norm_sums(self) -> list[float]:
         """Those of the parts too, in the order of their ranks."""
@@ -192,18 +196,19 @@ class CutReplicas(EmulatedRanks):
 
 def train_cut_models(_rank: int, _world_size: int, folder: str, cases: Sequence[Case]) -> list[dict[str, Any]]:
     """What each case ends with, and what it is in plain PyTorch."""
-    mesh, plain = two_by_two(), dict[str, Any]()
+    mesh, plain = two_by_two(), dict[Any, Any]()
     results = []
     for number, case in enumerate(cases):
-        if case.cut not in plain:
-            plain[case.cut] = _train_plain(case.cut, mesh)
+        kind = (case.cut, case.micro_batch_size)
+        if kind not in plain:
+            plain[kind] = _train_plain(case, mesh)
         own = str(Path(folder, str(number)))
-        results.append({"plain": plain[case.cut], "offloaded": CutModel(own, case, mesh).train()})
+        results.append({"plain": plain[kind], "offloaded": CutModel(own, case, mesh).train()})
     return results
 
 
-def _train_plain(cut: str, mesh: DeviceMesh) -> dict[str, Any]:
-    replicas = CutReplicas(cut, mesh["tp"])
+def _train_plain(case: Case, mesh: DeviceMesh) -> dict[str, Any]:
+    replicas = CutReplicas(case, mesh["tp"])
     losses, norms = [], []
     for step in range(NUM_STEPS):
         for micro_step in range(NUM_MICRO_STEPS):
@@ -342,7 +347,7 @@ def resume_cut_model(rank: int, world_size: int, folder: str) -> tuple[int, dict
         record_path(Path(folder, "zerooffload", f"rank-{rank:05d}"), NUM_STEPS).unlink()
     second = CutModel(folder, case, mesh)
     done = zo.resume(second.model, second.optimizer)
-    return done, second.train(done), _train_plain(case.cut, mesh)
+    return done, second.train(done), _train_plain(case, mesh)
 
 
 def call_ordinary(_rank: int, _world_size: int, folder: str) -> dict[str, Any]:

@@ -117,12 +117,12 @@ class HookedOutputs:
     """Outputs of modules inside the block that have forward hooks (recorders of router logits, for one).
 
     The hooks are put off: they are called once, with the outputs of the whole batch, when its slices are joined. They
-    get no arguments, and may not replace outputs.
+    get no arguments, and may not replace outputs. Those of torch's tensor parallelism are a part of their module.
     """
 
     def __init__(self, name: str, block: nn.Module) -> None:
         self._name = name
-        self._modules = [module for module in block.modules() if module is not block and module._forward_hooks]
+        self._modules = [module for module in block.modules() if module is not block and _hooks_to_put_off(module)]
         self._order: list[nn.Module] = []
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, list[Any]]:
@@ -136,7 +136,7 @@ class HookedOutputs:
 
         with ExitStack() as stack:
             for module in self._modules:
-                stack.enter_context(_only_hook(module, take))
+                stack.enter_context(_with_hook(module, take))
             result = forward(*args, **kwargs)
         self._order = self._order or order
         return result, outputs
@@ -145,7 +145,7 @@ class HookedOutputs:
         """Call the hooks; return what the block returns."""
         result, outputs = joined
         for module, output in zip(self._order, outputs, strict=True):
-            for number, hook in module._forward_hooks.items():
+            for number, hook in _hooks_to_put_off(module).items():
                 arguments: tuple[Any, ...] = ((), {}) if number in module._forward_hooks_with_kwargs else ((),)
                 if hook(module, *arguments, output) is not None:
                     raise ConfigError(
@@ -155,10 +155,20 @@ class HookedOutputs:
         return result
 
 
+def _hooks_to_put_off(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    return {
+        number: hook
+        for number, hook in module._forward_hooks.items()
+        if not getattr(hook, "__module__", "").startswith("torch.distributed.tensor.")
+    }
+
+
 @contextmanager
-def _only_hook(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
-    own = module._forward_hooks
-    module._forward_hooks = OrderedDict({-1: hook})
+def _with_hook(module: nn.Module, hook: Callable[..., Any]) -> Iterator[None]:
+    """With `hook` in the place of those that are put off."""
+    own, others = module._forward_hooks, _hooks_to_put_off(module)
+    kept = {number: each for number, each in own.items() if number not in others}
+    module._forward_hooks = OrderedDict({**kept, -1: hook})
     try:
         yield
     finally:
