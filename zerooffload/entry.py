@@ -262,6 +262,11 @@ def sliced_loss(
         `(hidden, *targets, **shared) -> torch.Tensor`, 0-dim: the sum over the batch. Tensors `[batch, ...]` among
         `targets` are cut as `hidden`, `[batch, ...]`, is; `shared` is passed on. It raises `ConfigError` if the batch
         does not divide, or `loss_fn` does not return a sum over samples.
+
+    Raises
+    ------
+    ConfigError
+        If the head is cut by tensor parallelism.
     """
 
     def setting() -> tuple[Accelerator, int]:

@@ -63,6 +63,12 @@ class ReferenceOptimizer(torch.optim.Optimizer):
         self._starts = {params[slot.param.name]: slot.start for layout in layouts for slot in layout.slots}
 
     @torch.no_grad()
+    def take_master(self, param: torch.Tensor, master: torch.Tensor) -> None:
+        """Let a bf16 parameter be `master`, fp32 of its shape, rounded; the rest of that is kept."""
+        param.copy_(reference.split_master(master.reshape(-1))[0].view(param.shape))
+        self._records[param] = self._new_record(param, master.reshape(-1))
+
+    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update what has a gradient."""
         del closure

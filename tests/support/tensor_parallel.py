@@ -21,7 +21,7 @@ from support.slices_by_hand import in_slices_by_hand
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import zerooffload as zo
 from zerooffload.journal.history import record_path
 from zerooffload.sharding.collectives import GroupCollectives, PartCollectives, SingleRank, gather_from_all
+from zerooffload.sharding.local_tensors import local_tensor
 
 _WIDTH = 16
 _VOCABULARY = 11
@@ -47,7 +48,6 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, _WIDTH))
-        self.scale_grad: Placement = Replicate()
         self.norm = nn.LayerNorm(_WIDTH)
         self.up = nn.Linear(_WIDTH, 2 * _WIDTH)
         self.down = nn.Linear(2 * _WIDTH, _WIDTH)
@@ -56,13 +56,12 @@ class Block(nn.Module):
         """Of the same shape."""
         scale = self.scale
         if isinstance(scale, DTensor):
-            scale = scale.to_local(grad_placements=[self.scale_grad])
+            scale = scale.to_local(grad_placements=[Partial()])
         return hidden + scale * self.down(torch.tanh(self.up(self.norm(hidden))))
 
-    def cut_scale(self, mesh: DeviceMesh, grad: Placement) -> None:
-        """Let the scale be replicated over a mesh; each rank's gradient is `grad`."""
+    def replicate_scale(self, mesh: DeviceMesh) -> None:
+        """Over a mesh, of which each rank has a part of the sequence."""
         self.scale = nn.Parameter(distribute_tensor(self.scale.detach(), mesh, [Replicate()]))
-        self.scale_grad = grad
 
 
 class Model(nn.Module):
@@ -108,24 +107,18 @@ def _with_sequence_parallelism(model: Model, mesh: DeviceMesh) -> None:
     }
     parallelize_module(model, mesh, plan)
     for block in model.blocks:
-        block.cut_scale(mesh, Partial())
+        block.replicate_scale(mesh)
 
 
 def _tied(model: Model, mesh: DeviceMesh) -> None:
-    _with_plain_norms(model, mesh)
-    for block in model.blocks:
-        block.cut_scale(mesh, Replicate())
+    _with_sequence_parallelism(model, mesh)
     model.head.weight = model.embed.weight
 
 
-def _partly_frozen(model: Model, mesh: DeviceMesh) -> None:
+def _partly_frozen_and_checkpointed(model: Model, mesh: DeviceMesh) -> None:
     _with_sequence_parallelism(model, mesh)
     model.embed.requires_grad_(requires_grad=False)
     model.blocks[0].requires_grad_(requires_grad=False)
-
-
-def _checkpointed(model: Model, mesh: DeviceMesh) -> None:
-    _with_sequence_parallelism(model, mesh)
     model.checkpoints = True
 
 
@@ -133,8 +126,7 @@ CUTS: dict[str, Callable[[Model, DeviceMesh], None]] = {
     "plain norms": _with_plain_norms,
     "sequence parallel": _with_sequence_parallelism,
     "tied": _tied,
-    "partly frozen": _partly_frozen,
-    "checkpointed": _checkpointed,
+    "partly frozen, checkpointed": _partly_frozen_and_checkpointed,
 }
 
 
@@ -147,10 +139,12 @@ class Case:
     homes: Homes
     update: str = "after_backward"
     micro_batch_size: int | None = None
+    compute_dtype: str | None = None
 
     def __str__(self) -> str:
         slices = "-sliced" if self.micro_batch_size else ""
-        return f"{self.cut}-ZeRO {self.zero_stage}-{'-'.join(self.homes)}-{self.update}{slices}"
+        dtype = self.compute_dtype or "fp32"
+        return f"{self.cut}-ZeRO {self.zero_stage}-{'-'.join(self.homes)}-{self.update}-{dtype}{slices}"
 
 
 def cut_model(cut: str, mesh: DeviceMesh) -> Model:
@@ -185,7 +179,13 @@ class CutReplicas(EmulatedRanks):
         model = cut_model(case.cut, mesh)
         if case.micro_batch_size is not None:
             in_slices_by_hand(case.micro_batch_size)(model)
-        super().__init__(model, 2, **OPTIONS)
+        masters: dict[str, torch.Tensor] = {}
+        if case.compute_dtype == "bf16":
+            masters = {name: local_copy(param) for name, param in model.named_parameters()}
+            model.to(torch.bfloat16)
+        super().__init__(model, 2, sums_in_fp32=bool(masters), **OPTIONS)
+        for name, master in masters.items():
+            self.optimizer.take_master(local_tensor(self._params[name]), master)
 
     def norm_sums(self) -> list[float]:
         """Those of the parts too, in the order of their ranks."""
@@ -199,7 +199,7 @@ def train_cut_models(_rank: int, _world_size: int, folder: str, cases: Sequence[
     mesh, plain = two_by_two(), dict[Any, Any]()
     results = []
     for number, case in enumerate(cases):
-        kind = (case.cut, case.micro_batch_size)
+        kind = (case.cut, case.micro_batch_size, case.compute_dtype)
         if kind not in plain:
             plain[kind] = _train_plain(case, mesh)
         own = str(Path(folder, str(number)))
@@ -234,6 +234,7 @@ class CutModel:
             update=case.update,
             accumulation_steps=NUM_MICRO_STEPS,
             micro_batch_size=case.micro_batch_size,
+            compute_dtype=case.compute_dtype,
         )
         zo.offload(self.model, config, process_group=mesh["dp"])
         self.optimizer = zo.AdamW(self.model.parameters(), **OPTIONS)
@@ -461,7 +462,8 @@ def refused(_rank: int, _world_size: int) -> dict[str, str]:
         on_meta = Model()
     two_meshes = cut()
     two_meshes.norm.weight = nn.Parameter(distribute_tensor(torch.ones(_WIDTH), dp, [Replicate()]))
-    ones = torch.ones(8, 8)
+    ones, hooked = torch.ones(8, 8), cut()
+    hooked.head.weight.register_hook(lambda grad: grad)
     return {
         "no group": said(cut(), process_group=None),
         "same group": said(cut(), process_group=row),
@@ -472,7 +474,8 @@ def refused(_rank: int, _world_size: int) -> dict[str, str]:
         "partial": said(of_tensor(DTensor.from_local(ones, row, [Partial()]))),
         "meta": said(parallelize_module(on_meta, row, {"head": ColwiseParallel()})),
         "subclass": said(of_tensor(DTensor.from_local(TwoTensor(ones, ones), row, [Shard(0)]))),
-        "dtype": said(cut(), zo.OffloadConfig(compute_dtype="bf16")),
+        "hook": said(hooked, zo.OffloadConfig(compute_dtype="bf16")),
+        "sliced loss": error_of(lambda: zo.sliced_loss(cut().head, nn.functional.cross_entropy)),
     }
 
 

@@ -50,7 +50,13 @@ from zerooffload.sharding.collectives import Collectives, SingleRank, agree
 from zerooffload.sharding.flat import Flat
 from zerooffload.sharding.grouping import UnitModules, find_units
 from zerooffload.sharding.layout import ParamSpec, lay_out
-from zerooffload.sharding.local_tensors import is_distributed, is_replicated, local_tensor, tensor_parallel_mesh
+from zerooffload.sharding.local_tensors import (
+    check_convertible,
+    is_distributed,
+    is_replicated,
+    local_tensor,
+    tensor_parallel_mesh,
+)
 from zerooffload.sharding.registry import register, residence_of
 from zerooffload.sharding.stored import is_opaque, stored_tensors
 from zerooffload.sharding.unit import Unit, UnitFlat, new_training_states
@@ -262,12 +268,13 @@ def _flat_dtype(name: str, param: torch.Tensor, config: OffloadConfig, env: Envi
     """In which a parameter computes."""
     convertible = param.is_floating_point() and not is_opaque(param)
     dtype = (config.torch_compute_dtype if convertible else None) or param.dtype
-    device = env.accelerator.device
-    if is_distributed(param) and (dtype, device.type) != (param.dtype, param.device.type):
+    if is_distributed(param) and param.device.type != env.accelerator.device.type:
         raise ConfigError(
-            f"parameter {name} is a DTensor, which stays {param.dtype} on {param.device.type}, and is to compute in"
-            f" {dtype} on {device.type}: convert the model before zo.offload, as in model.to({dtype})"
+            f"parameter {name} is a DTensor on {param.device.type}, and the device is {env.accelerator.device.type}:"
+            " cut the model over a mesh of that kind"
         )
+    if is_distributed(param) and dtype is not param.dtype:
+        check_convertible(param, name, dtype)
     return dtype
 
 
@@ -374,6 +381,7 @@ def _hand_over(model: nn.Module, units: Sequence[Unit], resources: Resources, pa
     for unit in _with_values(model, units):
         for part in unit.parts:
             states.write(part)
+            part.flat.convert()
             part.bind()
             part.show_at_home()
     states.finish()

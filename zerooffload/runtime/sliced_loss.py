@@ -20,6 +20,7 @@ from zerooffload.runtime.sliced_call import (
     set_random_state,
 )
 from zerooffload.runtime.slicing import Cut, Leaf, Rebuild, Rule, find_cut, take_arguments_apart
+from zerooffload.sharding.local_tensors import is_distributed
 
 _NAME = "(head and loss)"
 _ADDS_UP_WITHIN = 2.0**-5
@@ -41,6 +42,11 @@ class SlicedLoss:
         loss_fn: Callable[..., torch.Tensor],
         setting: Callable[[], tuple[Accelerator, int]],
     ) -> None:
+        if any(is_distributed(param) for param in head.parameters()):
+            raise ConfigError(
+                "zo.sliced_loss: parallelize_module has cut the head, and its hooks know of logits and of no loss:"
+                " leave the head out of the plan, or take the loss of the whole batch"
+            )
         self._head = head
         self._loss_fn = loss_fn
         self._setting = setting

@@ -9,7 +9,7 @@ import torch
 from zerooffload.errors import ConfigError
 from zerooffload.sharding.idle import set_idle, set_in_use
 from zerooffload.sharding.layout import FlatLayout
-from zerooffload.sharding.local_tensors import local_tensor
+from zerooffload.sharding.local_tensors import convert_distributed, is_distributed, local_tensor
 from zerooffload.sharding.placeholders import parameter_placeholder, was_written
 
 
@@ -34,16 +34,29 @@ class Flat:
     def __init__(self, layout: FlatLayout, params: Sequence[torch.Tensor], device: torch.device) -> None:
         self.layout = layout
         self.params = tuple(params)
-        self.tensors = tuple(local_tensor(param) for param in params)
-        # A view of a DTensor shares the DTensor's counter, one of its local tensor that one's.
-        local = (tensor for tensor, param in zip(self.tensors, self.params, strict=True) if tensor is not param)
-        self._counted = (*self.params, *local)
         self._device = device
         self._placeholders = [parameter_placeholder(slot.param.shape, layout.dtype, device) for slot in layout.slots]
         self._views: list[torch.Tensor] = []
-        self._versions = [tensor._version for tensor in self._counted]
         self._num_changes = 0
         self._is_away = False
+        self._take_tensors()
+
+    def _take_tensors(self) -> None:
+        self.tensors = tuple(local_tensor(param) for param in self.params)
+        # A view of a DTensor shares the DTensor's counter, one of its local tensor that one's.
+        local = (tensor for tensor, param in zip(self.tensors, self.params, strict=True) if tensor is not param)
+        self._counted = (*self.params, *local)
+        self._versions = [tensor._version for tensor in self._counted]
+
+    def convert(self) -> None:
+        """Let the parameters, whose values are at home by now, be of the layout's dtype where they do not just show it.
+
+        A DTensor knows its dtype apart from its local tensor.
+        """
+        for param, placeholder in zip(self.params, self._placeholders, strict=True):
+            if is_distributed(param) and param.dtype is not self.layout.dtype:
+                convert_distributed(param, placeholder)
+        self._take_tensors()
 
     def bind(self, memory: torch.Tensor) -> None:
         """The memory that the parameters show while full: uint8, 1D, of the device, `[>= layout.nbytes]`."""

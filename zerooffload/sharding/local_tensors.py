@@ -14,6 +14,7 @@ their gradients. They lie in flat buffers of their own, of which the mesh's firs
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -71,6 +72,32 @@ def distributed_like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         local, cut.device_mesh, cut.placements, run_check=False, shape=param.shape, stride=param.stride()
     )
     return made
+
+
+def convert_distributed(param: torch.Tensor, local: torch.Tensor) -> None:
+    """Let a DTensor have `local` in the place of its local tensor, and its dtype. Hooks on it and its values are lost.
+
+    Its identity, ties and attributes stay.
+    """
+    made = nn.Parameter(distributed_like(param, local), requires_grad=param.requires_grad)
+    made.__dict__.update(param.__dict__)
+    torch.utils.swap_tensors(param, made)
+
+
+def check_convertible(param: torch.Tensor, name: str, dtype: torch.dtype) -> None:
+    """See that nothing but its owners knows a DTensor that is to be converted.
+
+    Raises
+    ------
+    ConfigError
+        If something does.
+    """
+    if weakref.getweakrefcount(param) or param._backward_hooks or param._post_accumulate_grad_hooks:
+        raise ConfigError(
+            f"parameter {name} is a DTensor in {param.dtype} and is to compute in {dtype}, which makes another one of"
+            " it, and has hooks or weak references: offload the model before others refer to its parameters, or"
+            f" convert it before, as in model.to({dtype})"
+        )
 
 
 def is_replicated(param: torch.Tensor) -> bool:
