@@ -83,6 +83,11 @@ def test_all_parts_resume_at_the_step_that_all_hold(found: list[dict[str, Any]])
         check(plain, offloaded, done=done)
 
 
+def test_a_rank_does_not_continue_another_part(found: list[dict[str, Any]]) -> None:
+    for said in [of_rank["continue_as_another_part"] for of_rank in found]:
+        assert "part was (1,), now it is (0,)" in said or "part was (0,), now it is (1,)" in said
+
+
 def test_ordinary_calls_are_right_or_refused(found: list[dict[str, Any]]) -> None:
     for said in [of_rank["call_ordinary"] for of_rank in found]:
         assert said["state_dict"]

@@ -149,6 +149,7 @@ class TurnCollectives:
         Told of meetings. They all count until `hears_all` is False, then only those on the commits' channel.
     """
 
+    part: tuple[int, ...] = ()
     is_alone = False
 
     def __init__(self, turns: Turns, rank: int, hear: Hear = hear_nothing) -> None:

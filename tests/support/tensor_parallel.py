@@ -351,6 +351,16 @@ def resume_cut_model(rank: int, world_size: int, folder: str) -> tuple[int, dict
     return done, second.train(done), _train_plain(case, mesh)
 
 
+def continue_as_another_part(_rank: int, _world_size: int, folder: str) -> str:
+    """What is said where the ranks of a run come back with the mesh's dimensions exchanged."""
+    case = Case("sequence parallel", 0, ("nvme", "nvme", "nvme"))
+    first = CutModel(folder, case, two_by_two())
+    first.step(0)
+    zo.close(first.model)
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    return error_of(lambda: CutModel(folder, case, other))
+
+
 def call_ordinary(_rank: int, _world_size: int, folder: str) -> dict[str, Any]:
     """What ordinary calls do to an offloaded model; by what is done."""
     mesh = two_by_two()
@@ -482,15 +492,18 @@ def refused(_rank: int, _world_size: int) -> dict[str, str]:
 def check_apart(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """What each of the functions above that train little returns, by its name."""
     found: dict[str, Any] = {}
-    for function in (norms_of_whole_gradients, overflow_in_one_part, resume_cut_model, call_ordinary):
-        found[function.__name__] = function(rank, world_size, _own_folder(folder, function.__name__))
-    found["exchange_optimizer_states"] = exchange_optimizer_states(rank, world_size, _own_folder(folder, "states"))
+    in_a_folder: list[Callable[[int, int, str], Any]] = [
+        norms_of_whole_gradients,
+        overflow_in_one_part,
+        resume_cut_model,
+        continue_as_another_part,
+        call_ordinary,
+        exchange_optimizer_states,
+    ]
+    for function in in_a_folder:
+        own = Path(folder, function.__name__)
+        own.mkdir(exist_ok=True)
+        found[function.__name__] = function(rank, world_size, str(own))
     found["norms_of_cut_stages"] = norms_of_cut_stages(rank, world_size)
     found["refused"] = refused(rank, world_size)
     return found
-
-
-def _own_folder(folder: str, name: str) -> str:
-    own = Path(folder, name)
-    own.mkdir(exist_ok=True)
-    return str(own)

@@ -77,6 +77,9 @@ class Manifest:
         Which of the rank's directories this file is in.
     algorithm, moments : str
         Of `OffloadConfig`.
+    part : tuple[int, ...]
+        Which part of the model the rank has, where others have other parts: the rank over which its parameters are cut,
+        the stage of a pipeline.
     """
 
     run: str
@@ -88,6 +91,7 @@ class Manifest:
     moments: str
     flats: tuple[FlatEntry, ...]
     states: tuple[StateEntry, ...]
+    part: tuple[int, ...] = ()
     format: str = FORMAT_NAME
     version: int = FORMAT_VERSION
 
@@ -146,7 +150,7 @@ def read_manifest(path: Path) -> Manifest:
 def first_difference(kept: Manifest, now: Manifest) -> str:
     """Where a run that is to be continued differs from the one on the drive, in words; "" if it does not."""
     one, other = kept.without_places(), now.without_places()
-    for name in ("world_size", "rank", "num_paths", "algorithm", "moments"):
+    for name in ("world_size", "rank", "part", "num_paths", "algorithm", "moments"):
         if getattr(one, name) != getattr(other, name):
             return f"{name} was {getattr(one, name)}, now it is {getattr(other, name)}"
     for kind in ("flats", "states"):

@@ -147,6 +147,7 @@ def planned_manifest(plan: AnnouncedPlan, config: OffloadConfig, collectives: Co
         moments=config.moments,
         flats=tuple(_flat_entry(flat) for flat in flats),
         states=tuple(_state_entry(state) for state in kept),
+        part=collectives.part,
     )
 
 

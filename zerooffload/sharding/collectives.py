@@ -38,6 +38,8 @@ class Collectives(Protocol):
         Of the group whose ranks have a shard each. Other such groups may hold replicas of the model.
     global_rank : int
         In the whole job, where several groups may train at once: names files and is named in errors.
+    part : tuple[int, ...]
+        Which part of the model the ranks train, where others train other parts: of which stage, of which cut.
     is_alone : bool
         Whether no other rank trains the model, or another part of it.
     """
@@ -45,6 +47,7 @@ class Collectives(Protocol):
     world_size: int
     rank: int
     global_rank: int
+    part: tuple[int, ...]
     is_alone: bool
 
     def all_gather(self, full: torch.Tensor, name: str) -> None:
@@ -124,6 +127,7 @@ class SingleRank:
 
     world_size = 1
     rank = 0
+    part: tuple[int, ...] = ()
     is_alone = True
 
     def __init__(self, global_rank: int = 0) -> None:
@@ -167,6 +171,7 @@ class GroupCollectives:
         From every method, if another rank is gone, or does something else at this moment.
     """
 
+    part: tuple[int, ...] = ()
     is_alone = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -289,6 +294,7 @@ class ReplicatedCollectives:
         From every method, if another rank is gone, or does something else at this moment.
     """
 
+    part: tuple[int, ...] = ()
     is_alone = False
 
     def __init__(self, everyone: GroupCollectives, sharing: GroupCollectives, replicas: GroupCollectives) -> None:
@@ -354,6 +360,7 @@ class PartCollectives:
     def __init__(self, own: Collectives, parts: GroupCollectives) -> None:
         self._own = own
         self._parts = parts
+        self.part = (*own.part, parts.rank)
         self.world_size = own.world_size
         self.rank = own.rank
         self.global_rank = own.global_rank
