@@ -92,7 +92,7 @@ def test_ordinary_calls_are_right_or_refused(found: list[dict[str, Any]]) -> Non
     for said in [of_rank["call_ordinary"] for of_rank in found]:
         assert said["state_dict"]
         assert said["load_state_dict"]
-        for name in ("deepcopy", "pickle"):
+        for name in ("deepcopy", "pickle", "compile"):
             assert "does not work on an offloaded model" in said[name], name
         assert "An offloaded model stays as it is" in said["to"]
         for name in ("to_local", "full_tensor", "redistribute", "add"):
@@ -122,5 +122,6 @@ def test_what_cannot_be_offloaded_is_refused_on_every_rank(found: list[dict[str,
         assert "still to be made" in said["partial"]
         assert "model.to_empty" in said["meta"]
         assert "DTensor of TwoTensors" in said["subclass"]
+        assert "module blocks.0 is cut and compiled" in said["compiled"]
         assert "hooks or weak references" in said["hook"]
         assert "has cut the head" in said["sliced loss"]

@@ -371,6 +371,7 @@ def call_ordinary(_rank: int, _world_size: int, folder: str) -> dict[str, Any]:
         "state_dict": _same_tensors(model.state_dict(), start.state_dict()),
         "deepcopy": error_of(lambda: copy.deepcopy(model)),
         "pickle": error_of(lambda: pickle.dumps(model)),
+        "compile": error_of(model.blocks[0].compile),
         "to": error_of(lambda: model.to(torch.bfloat16)),
         "to_local": error_of(weight.to_local),
         "full_tensor": error_of(weight.full_tensor),
@@ -474,6 +475,8 @@ def refused(_rank: int, _world_size: int) -> dict[str, str]:
     two_meshes.norm.weight = nn.Parameter(distribute_tensor(torch.ones(_WIDTH), dp, [Replicate()]))
     ones, hooked = torch.ones(8, 8), cut()
     hooked.head.weight.register_hook(lambda grad: grad)
+    compiled = cut()
+    compiled.blocks[0].compile()
     return {
         "no group": said(cut(), process_group=None),
         "same group": said(cut(), process_group=row),
@@ -484,6 +487,7 @@ def refused(_rank: int, _world_size: int) -> dict[str, str]:
         "partial": said(of_tensor(DTensor.from_local(ones, row, [Partial()]))),
         "meta": said(parallelize_module(on_meta, row, {"head": ColwiseParallel()})),
         "subclass": said(of_tensor(DTensor.from_local(TwoTensor(ones, ones), row, [Shard(0)]))),
+        "compiled": said(compiled),
         "hook": said(hooked, zo.OffloadConfig(compute_dtype="bf16")),
         "sliced loss": error_of(lambda: zo.sliced_loss(cut().head, nn.functional.cross_entropy)),
     }

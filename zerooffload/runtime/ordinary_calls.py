@@ -20,12 +20,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zerooffload.errors import ConfigError
 from zerooffload.runtime.param_access import keep_lease
 from zerooffload.runtime.run import Run
-from zerooffload.sharding.local_tensors import distributed_like, local_tensor
+from zerooffload.sharding.local_tensors import distributed_like, is_distributed, local_tensor
 from zerooffload.sharding.registry import Residence, residence_of
 from zerooffload.sharding.stored import parts_of, rebuilt
 from zerooffload.sharding.unit import Unit
 
-_GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__", "load_state_dict", "_save_to_state_dict")
+_GUARDED = ("_apply", "__deepcopy__", "__reduce_ex__", "load_state_dict", "_save_to_state_dict", "compile")
 
 
 def make_ordinary_calls_right(model: nn.Module, run: Run) -> None:
@@ -46,6 +46,10 @@ def make_ordinary_calls_right(model: nn.Module, run: Run) -> None:
             "pickling (torch.save of the module)", "save model.state_dict() instead"
         )
         module.__dict__["load_state_dict"] = _loading_to_the_end(module, loading)
+        if any(is_distributed(param) for param in module.parameters()):
+            module.__dict__["compile"] = _refusal(
+                "compile", "torch traces no DTensor that is a part of a larger buffer; compile modules that are not cut"
+            )
         guarded.append(weakref.ref(module))
         if any(residence_of(param) is not None for param in module.parameters(recurse=False)):
             module.__dict__["_save_to_state_dict"] = _saving_placeholders(module)

@@ -111,8 +111,8 @@ def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
     Raises
     ------
     ConfigError
-        If it is cut over several meshes, one of several dimensions or one without this rank; by `fully_shard`; or in
-        a way that cannot be offloaded.
+        If it is cut over several meshes, one of several dimensions or one without this rank; by `fully_shard`; in a
+        way that cannot be offloaded; or if a module is compiled that is cut.
     """
     if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):
         raise ConfigError(
@@ -124,6 +124,12 @@ def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
         if is_distributed(param):
             _check_cut(name, _any(param))
             meshes.setdefault(_any(param).device_mesh, name)
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None and any(is_distributed(param) for param in module.parameters()):
+            raise ConfigError(
+                f"module {name or '(root)'} is cut and compiled, and torch traces no DTensor that is a part of a larger"
+                " buffer: compile modules that are not cut"
+            )
     if len(meshes) > 1:
         raise ConfigError(
             "the model is cut over several meshes"
