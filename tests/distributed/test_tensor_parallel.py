@@ -23,6 +23,7 @@ CASES = [
     Case("sequence parallel", 2, ("host", "host", "host")),
     Case("sequence parallel", 3, ("host", "nvme", "host"), "under_next_forward"),
     Case("sequence parallel", 3, ("nvme", "nvme", "nvme"), "during_backward"),
+    Case("distributed activations", 3, ("nvme", "host", "host")),
     Case("partly frozen, checkpointed", 3, ("nvme", "nvme", "nvme")),
     Case("sequence parallel", 3, ("nvme", "host", "host"), micro_batch_size=2),
     Case("tied", 3, ("nvme", "nvme", "host"), compute_dtype="bf16"),
@@ -124,4 +125,5 @@ def test_what_cannot_be_offloaded_is_refused_on_every_rank(found: list[dict[str,
         assert "DTensor of TwoTensors" in said["subclass"]
         assert "module blocks.0 is cut and compiled" in said["compiled"]
         assert "hooks or weak references" in said["hook"]
+        assert "unit blocks.0 gets a DTensor" in said["activations"]
         assert "has cut the head" in said["sliced loss"]

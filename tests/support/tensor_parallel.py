@@ -55,7 +55,7 @@ class Block(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Of the same shape."""
         scale = self.scale
-        if isinstance(scale, DTensor):
+        if isinstance(scale, DTensor) and not isinstance(hidden, DTensor):
             scale = scale.to_local(grad_placements=[Partial()])
         return hidden + scale * self.down(torch.tanh(self.up(self.norm(hidden))))
 
@@ -110,6 +110,22 @@ def _with_sequence_parallelism(model: Model, mesh: DeviceMesh) -> None:
         block.replicate_scale(mesh)
 
 
+def _with_distributed_activations(model: Model, mesh: DeviceMesh) -> None:
+    """As before, but what modules hand each other are DTensors."""
+    by_sequence = {"output_layouts": Shard(1), "use_local_output": False}
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), **by_sequence),
+        "blocks.*.norm": SequenceParallel(),
+        "blocks.*.up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        "blocks.*.down": RowwiseParallel(**by_sequence),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)
+    for block in model.blocks:
+        block.replicate_scale(mesh)
+
+
 def _tied(model: Model, mesh: DeviceMesh) -> None:
     _with_sequence_parallelism(model, mesh)
     model.head.weight = model.embed.weight
@@ -125,6 +141,7 @@ def _partly_frozen_and_checkpointed(model: Model, mesh: DeviceMesh) -> None:
 CUTS: dict[str, Callable[[Model, DeviceMesh], None]] = {
     "plain norms": _with_plain_norms,
     "sequence parallel": _with_sequence_parallelism,
+    "distributed activations": _with_distributed_activations,
     "tied": _tied,
     "partly frozen, checkpointed": _partly_frozen_and_checkpointed,
 }
@@ -473,6 +490,13 @@ def refused(_rank: int, _world_size: int) -> dict[str, str]:
         on_meta = Model()
     two_meshes = cut()
     two_meshes.norm.weight = nn.Parameter(distribute_tensor(torch.ones(_WIDTH), dp, [Replicate()]))
+
+    def said_in_training(cut: str, **fields: Any) -> str:
+        model = zo.offload(cut_model(cut, row), zo.OffloadConfig(threads=1, **fields), process_group=dp)
+        error = error_of(lambda: loss_of(model, tokens_of(0, 0, 0)))
+        zo.close(model)
+        return error
+
     ones, hooked = torch.ones(8, 8), cut()
     hooked.head.weight.register_hook(lambda grad: grad)
     compiled = cut()
@@ -489,6 +513,7 @@ def refused(_rank: int, _world_size: int) -> dict[str, str]:
         "subclass": said(of_tensor(DTensor.from_local(TwoTensor(ones, ones), row, [Shard(0)]))),
         "compiled": said(compiled),
         "hook": said(hooked, zo.OffloadConfig(compute_dtype="bf16")),
+        "activations": said_in_training("distributed activations", micro_batch_size=2),
         "sliced loss": error_of(lambda: zo.sliced_loss(cut().head, nn.functional.cross_entropy)),
     }
 

@@ -31,6 +31,7 @@ from zerooffload.runtime.sliced_call import (
     set_random_state,
 )
 from zerooffload.runtime.slicing import Cut, Leaf, Rebuild, Rule, find_cut, take_arguments_apart
+from zerooffload.sharding.local_tensors import is_distributed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,10 +200,12 @@ class Trial:
             If the block cannot be sliced, with the reason.
         """
         self._refuse_what_is_known()
+        self._refuse_distributed([leaf.value for leaf in self._leaves], "gets")
         before = _changing(self._module)
         state = random_state(self._function.accelerator)
         try:
             one = self._outputs(slice(0, 1) if self._is_cut else slice(None))
+            self._refuse_distributed(one, "returns")
             self._refuse_changes(before)
             self._refuse_foreign(one)
             differentiable = tuple(output.requires_grad for output in one)
@@ -231,6 +234,13 @@ class Trial:
         for name, param in self._module.named_parameters():
             if users_gradient_hooks(param):
                 raise self._refusal(f"has a hook on the gradient of {name}, which would be called for each slice")
+
+    def _refuse_distributed(self, tensors: Sequence[torch.Tensor], does: str) -> None:
+        if any(is_distributed(tensor) for tensor in tensors):
+            raise self._refusal(
+                f"{does} a DTensor, which is neither cut into samples nor moved: let what is between units be local"
+                " tensors (use_local_output=True in the plan of parallelize_module)"
+            )
 
     def _outputs(self, rows: slice, spoilt: int | None = None) -> list[torch.Tensor]:
         """Of some samples, one of which may be `spoilt`: its numbers are NaN."""
