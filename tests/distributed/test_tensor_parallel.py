@@ -9,11 +9,8 @@ import pytest
 import torch
 from support.rank_training import MAX_NORM, NUM_MICRO_STEPS, NUM_STEPS
 from support.ranks import run_ranks
-from support.tensor_parallel import (
-    Case,
-    check_apart,
-    train_cut_models,
-)
+from support.tensor_parallel import Case, train_cut_models
+from support.tensor_parallel_checks import check_apart
 
 WORLD_SIZE = 4
 CASES = [

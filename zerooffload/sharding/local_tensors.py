@@ -32,7 +32,7 @@ def is_distributed(tensor: torch.Tensor) -> bool:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank has of a tensor: the tensor itself, if it is not distributed."""
     # Not `to_local()`, which is watched in a parameter that is idle, and makes another tensor.
-    local: torch.Tensor = getattr(tensor, "_local_tensor") if is_distributed(tensor) else tensor  # noqa: B009
+    local: torch.Tensor = _any(tensor)._local_tensor if is_distributed(tensor) else tensor
     return local
 
 
