@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerooffload.accelerator import Accelerator, default_accelerator
+from zerooffload.checkpoint.model_weights import ModelWeights, match, refuse_incomplete
+from zerooffload.checkpoint.weights_folder import WeightsFolder
 from zerooffload.config import OffloadConfig
 from zerooffload.errors import ConfigError
 from zerooffload.runtime.build import Environment, build_run, environment, move_buffers
@@ -27,6 +29,7 @@ from zerooffload.sharding.collectives import (
     PartCollectives,
     ReplicatedCollectives,
     SingleRank,
+    agree,
 )
 from zerooffload.sharding.local_tensors import tensor_parallel_mesh
 from zerooffload.sharding.registry import residence_of
@@ -41,6 +44,7 @@ def offload(
     *,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     pipeline_group: dist.ProcessGroup | DeviceMesh | None = None,
+    weights: str | os.PathLike[str] | None = None,
 ) -> M:
     """Move a model's states to their home tiers, in place, and hook the model so that it trains from there.
 
@@ -60,6 +64,9 @@ def offload(
         Where `model` is a stage of a pipeline: this rank and one of each other stage. Gradient norms, loss scales and
         committed steps are then those of all stages, which call `offload`, `clip_grad_norm_`, `resume` and
         `optimizer.step` alike. Needs `process_group`.
+    weights : path, optional
+        A folder with model.safetensors, or several files and their index: values are read from it, straight to their
+        homes, each rank its own. It holds what the model's `state_dict` names, and nothing else.
 
     Returns
     -------
@@ -74,6 +81,32 @@ def offload(
         If the run does not fit the budgets; nothing has been allocated then.
     TierIOError
         If the nvme paths cannot be used.
+    CheckpointError
+        If the weights cannot be read, or are not those of the model; it must not be used then.
+    """
+
+    @contextmanager
+    def opened() -> Iterator[tuple[M, ModelWeights | None]]:
+        if weights is None:
+            yield model, None
+            return
+        with WeightsFolder(Path(weights)) as folder:
+            found = match(model, folder.tensors(), str(folder.path))
+            refuse_incomplete(found, str(folder.path), "Save it with the names of the model's state_dict()")
+            yield model, found
+
+    return offload_opened(opened, config, process_group, pipeline_group)
+
+
+def offload_opened(
+    open_model: Callable[[], AbstractContextManager[tuple[M, ModelWeights | None]]],
+    config: OffloadConfig | None,
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+    pipeline_group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> M:
+    """`offload` of a model that `open_model` makes, with the weights that can be read while it is open.
+
+    If a rank cannot make it, all raise.
     """
     config = config or OffloadConfig()
     mesh = tensor_parallel_mesh(model)
@@ -82,12 +115,15 @@ def offload(
         collectives = _of_cuts(collectives, process_group, mesh)
     if pipeline_group is not None:
         collectives = _of_stages(collectives, process_group, mesh, pipeline_group)
-    return offload_in(model, config, environment(config, default_accelerator(), collectives))
+    env = environment(config, default_accelerator(), collectives)
+    with ExitStack() as stack:
+        model, weights = agree(collectives, lambda: stack.enter_context(open_model()), "opening the model")
+        return offload_in(model, config, env, weights)
 
 
-def offload_in(model: M, config: OffloadConfig, env: Environment) -> M:
+def offload_in(model: M, config: OffloadConfig, env: Environment, weights: ModelWeights | None = None) -> M:
     """`offload` in an environment of the caller's."""
-    run = build_run(model, config, env)
+    run = build_run(model, config, env, weights)
     make_ordinary_calls_right(model, run)
     return model
 

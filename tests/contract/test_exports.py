@@ -65,7 +65,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 @pytest.mark.parametrize(
     ("name", "signature"),
     [
-        ("offload", "(model, config=None, *, process_group=None, pipeline_group=None)"),
+        ("offload", "(model, config=None, *, process_group=None, pipeline_group=None, weights=None)"),
         ("full_params", "(module, writeback=True, *, grads=False)"),
         ("clip_grad_norm_", "(model_or_params, max_norm, norm_type=2.0, error_if_nonfinite=False)"),
         ("sliced_loss", "(head, loss_fn, *, micro_batch_size=None)"),

@@ -70,10 +70,10 @@ def offload(nvme: Path) -> Iterator[Callable[..., Any]]:
     """`offload(model, "nvme", **fields)`: every state on one tier, but for what the fields say; closed at the end."""
     models: list[nn.Module] = []
 
-    def start(model: nn.Module, tier: str = "host", **fields: Any) -> nn.Module:
+    def start(model: nn.Module, tier: str = "host", *, weights: Path | None = None, **fields: Any) -> nn.Module:
         homes = {"params": tier, "optimizer": tier, "gradients": tier}
         bounds = {"host_memory": "64MiB", "nvme_space": "64MiB", "nvme_paths": [nvme], "threads": 1, "overwrite": True}
-        zo.offload(model, zo.OffloadConfig(**{**homes, **bounds, **fields}))
+        zo.offload(model, zo.OffloadConfig(**{**homes, **bounds, **fields}), weights=weights)
         models.append(model)
         return model
 

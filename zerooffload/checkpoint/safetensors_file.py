@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import torch
 
+from zerooffload.checkpoint.stored_tensor import StoredTensor, read_whole
 from zerooffload.errors import CheckpointError
 from zerooffload.formats import format_bytes, round_up
 
@@ -167,10 +168,11 @@ class SafetensorsFile:
 
     def read_whole(self, name: str) -> torch.Tensor:
         """A tensor in memory of its own."""
-        entry = self.header.entries[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        self.read(name, 0, tensor)
-        return tensor
+        return read_whole(self.tensor(name))
+
+    def tensor(self, name: str) -> StoredTensor:
+        """A tensor that can be read as long as the file is open."""
+        return _FileTensor(self, self.header.entries[name])
 
     def _read_bytes(self, offset: int, target: torch.Tensor, what: str) -> None:
         if not target.numel():
@@ -198,6 +200,20 @@ class SafetensorsFile:
         self._read_bytes(8, raw, "the header")
         self._data_start = 8 + length
         return parse_header(raw.numpy().tobytes(), status.st_size - self._data_start, self.path)
+
+
+class _FileTensor:
+    """See `StoredTensor`."""
+
+    def __init__(self, file: SafetensorsFile, entry: TensorEntry) -> None:
+        self._file = file
+        self._name = entry.name
+        self.dtype = entry.dtype
+        self.shape = entry.shape
+
+    def read(self, first: int, target: torch.Tensor) -> None:
+        """See `StoredTensor`."""
+        self._file.read(self._name, first, target)
 
 
 def parse_header(raw: bytes, data_nbytes: int, path: Path) -> Header:

@@ -14,6 +14,7 @@ from typing import Self
 import torch
 
 from zerooffload.checkpoint.safetensors_file import SafetensorsFile, TensorEntry, parse_json
+from zerooffload.checkpoint.stored_tensor import StoredTensor
 from zerooffload.errors import CheckpointError
 from zerooffload.formats import format_bytes
 
@@ -63,6 +64,10 @@ class WeightsFolder:
     def close(self) -> None:
         """Close the files; again is harmless."""
         self._open.close()
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """All tensors, which can be read as long as the folder is open."""
+        return {name: file.tensor(name) for name, file in self._files.items()}
 
     def read(self, name: str, first: int, target: torch.Tensor) -> None:
         """Elements of a tensor: see `SafetensorsFile.read`."""

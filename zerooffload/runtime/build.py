@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerooffload import native
 from zerooffload.accelerator import Accelerator
 from zerooffload.aio import Engine, choose_engine, path_speeds
+from zerooffload.checkpoint.model_weights import ModelWeights
+from zerooffload.checkpoint.stored_tensor import StoredTensor, read_whole
 from zerooffload.config import OffloadConfig, TierName
 from zerooffload.errors import ConfigError
 from zerooffload.optim.kernels import Kernels, TorchKernels, host_kernels
@@ -112,8 +114,13 @@ def environment(config: OffloadConfig, accelerator: Accelerator, collectives: Co
     )
 
 
-def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
+def build_run(model: nn.Module, config: OffloadConfig, env: Environment, weights: ModelWeights | None = None) -> Run:
     """Offload `model` in place.
+
+    Parameters
+    ----------
+    weights : ModelWeights, optional
+        Values that are read from there, slice by slice, in place of those that the model has.
 
     Raises
     ------
@@ -123,6 +130,8 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
         If the run does not fit. Nothing is allocated then.
     TierIOError
         If the nvme paths cannot be used. The model is untouched then.
+    CheckpointError
+        If stored values cannot be read.
     """
     baseline_bytes = process_resident_bytes()
     found, plan = agree(env.collectives, lambda: _cut_and_plan(model, config, env), "planning")
@@ -153,7 +162,13 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment) -> Run:
         baseline_bytes=baseline_bytes,
     )
     try:
-        _hand_over(model, units, resources, parts, continues=storage is not None and storage.record is not None)
+        continues = storage is not None and storage.record is not None
+        states = InitialStates(resources.ring, parts.waits, weights.params if weights else {}, continues=continues)
+        agree(
+            env.collectives,
+            lambda: _hand_over(model, units, states, weights, env.accelerator.device),
+            "writing the first states",
+        )
         if storage is not None and plan.placement.commits_steps:
             agreement, in_background = env.collectives.agreement(), env.commit_in_background
             agree(
@@ -375,17 +390,31 @@ def _hook_points(found: Iterable[UnitModules], units: Iterable[Unit]) -> list[Ho
     return [*points, *standing_by, root]
 
 
-def _hand_over(model: nn.Module, units: Sequence[Unit], resources: Resources, parts: Parts, *, continues: bool) -> None:
+def _hand_over(
+    model: nn.Module, units: Sequence[Unit], states: InitialStates, weights: ModelWeights | None, device: torch.device
+) -> None:
     """Unit by unit: write the values home, then let the parameters show what they are from now on."""
-    states = InitialStates(resources.ring, parts.waits, continues=continues)
-    for unit in _with_values(model, units):
+    for unit in _with_values(model, units, weights):
         for part in unit.parts:
             states.write(part)
             part.flat.convert()
             part.bind()
             part.show_at_home()
     states.finish()
-    move_buffers(model, parts.accelerator.device)
+    if weights is not None:
+        _read_buffers(model, weights.buffers)
+    move_buffers(model, device)
+
+
+def _read_buffers(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
+    read: dict[int, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            name = f"{path}.{key}" if path else key
+            if buffer is not None and name in stored:
+                if id(buffer) not in read:
+                    read[id(buffer)] = read_whole(stored[name]).to(buffer.dtype)
+                module._buffers[key] = read[id(buffer)]
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:
@@ -396,12 +425,13 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
-def _with_values(model: nn.Module, units: Sequence[Unit]) -> Iterator[Unit]:
-    """The units, each when its parameters have values."""
+def _with_values(model: nn.Module, units: Sequence[Unit], weights: ModelWeights | None) -> Iterator[Unit]:
+    """The units, each when its parameters have values, but for those that are stored."""
     if not is_on_meta(model):
         yield from units
         return
     groups = [[param for param in unit.parameters() if isinstance(param, nn.Parameter)] for unit in units]
-    filled = materialize(model, torch.device("cpu"), groups)
+    stored = None if weights is None else {*weights.params, *weights.buffers}
+    filled = materialize(model, torch.device("cpu"), groups, stored)
     for _, unit in zip(filled, units, strict=True):
         yield unit

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
+from zerooffload.checkpoint.stored_tensor import StoredTensor
 from zerooffload.optim.record import MASTER, REMAINDER
 from zerooffload.optim.reference import split_master
+from zerooffload.runtime.initial_values import InitialValues, StoredValues, ValuesInMemory
 from zerooffload.sharding.layout import FlatLayout
 from zerooffload.sharding.unit import UnitFlat
 from zerooffload.telemetry import Waits
@@ -25,19 +27,26 @@ class InitialStates:
 
     Parameters
     ----------
+    stored : Mapping[str, StoredTensor]
+        By name, the parameters whose values are read from there. Those of the others are the tensors themselves.
     continues : bool
         Leave alone what is kept on files: it is an earlier run's, to be continued.
     """
 
-    def __init__(self, ring: StagingRing, waits: Waits, *, continues: bool = False) -> None:
+    def __init__(
+        self, ring: StagingRing, waits: Waits, stored: Mapping[str, StoredTensor], *, continues: bool = False
+    ) -> None:
         self._ring = ring
         self._waits = waits
+        self._stored = stored
         self._continues = continues
 
     def write(self, part: UnitFlat) -> None:
-        """Write a flat's parameters, as its module holds them now, and the state of an optimizer that never stepped."""
-        values = [tensor.detach().reshape(-1) for tensor in part.flat.tensors]
+        """Write a flat's parameters, as they are now, and the state of an optimizer that never stepped."""
         layout = part.flat.layout
+        values = [
+            self._values(slot.param.name, tensor) for slot, tensor in zip(layout.slots, part.flat.tensors, strict=True)
+        ]
         self._write_chunks(part.home, lambda views, span: _write_params(views, values, layout, span))
         if part.training is not None:
             record = part.training.optimizer
@@ -45,6 +54,9 @@ class InitialStates:
             gradient = part.training.gradient
             if isinstance(gradient, NvmeBlock):
                 self._write_chunks(gradient, lambda views, _: _zero(views))
+
+    def _values(self, name: str, param: torch.Tensor) -> InitialValues:
+        return StoredValues(self._stored[name]) if name in self._stored else ValuesInMemory(param)
 
     def finish(self) -> None:
         """Wait until everything is home."""
@@ -73,14 +85,14 @@ class InitialStates:
         self._ring.release(slot, [block.initialize(chunk, record)])
 
 
-def _write_params(views: Views, values: list[torch.Tensor], layout: FlatLayout, span: Span) -> None:
+def _write_params(views: Views, values: list[InitialValues], layout: FlatLayout, span: Span) -> None:
     (target,) = views.values()
     target.zero_()
-    for source, place in _overlaps(layout, values, span):
-        if layout.dtype is torch.bfloat16 and source.dtype is torch.float32:
-            _split(source, param=target[place])
+    for source, first, place in _overlaps(layout, values, span):
+        if layout.dtype is torch.bfloat16 and source.dtype is not torch.bfloat16:
+            _split(source, first, target[place], 0)
         else:
-            target[place].copy_(source)
+            source.copy_to(target[place], first)
 
 
 def _zero(views: Views) -> None:
@@ -88,30 +100,31 @@ def _zero(views: Views) -> None:
         view.zero_()
 
 
-def _write_record(views: Views, values: list[torch.Tensor], layout: FlatLayout, span: Span) -> None:
+def _write_record(views: Views, values: list[InitialValues], layout: FlatLayout, span: Span) -> None:
     _zero(views)
-    for source, place in _overlaps(layout, values, span):
-        if REMAINDER.name in views and source.dtype is torch.float32:
-            _split(source, remainder=views[REMAINDER.name][place])
+    for source, first, place in _overlaps(layout, values, span):
+        if REMAINDER.name in views and source.dtype is not torch.bfloat16:
+            _split(source, first, views[REMAINDER.name][place], 1)
         elif MASTER.name in views:
-            views[MASTER.name][place].copy_(source)
+            source.copy_to(views[MASTER.name][place], first)
 
 
-def _split(master: torch.Tensor, *, param: torch.Tensor | None = None, remainder: torch.Tensor | None = None) -> None:
-    """Write one half of an fp32 master; in pieces, because its temporaries take 24 bytes an element."""
-    for start in range(0, master.numel(), _PIECE_NUMEL):
-        piece = slice(start, start + _PIECE_NUMEL)
-        halves = split_master(master[piece])
-        for target, half in zip((param, remainder), halves, strict=True):
-            if target is not None:
-                target[piece].copy_(half)
+def _split(source: InitialValues, first: int, target: torch.Tensor, half: int) -> None:
+    """Write a half (0: upper, 1: lower) of fp32 masters; in pieces: their temporaries take 24 bytes an element."""
+    done = 0
+    for values in source.pieces(first, first + target.numel()):
+        for piece in values.split(_PIECE_NUMEL):
+            target[done : done + piece.numel()].copy_(split_master(piece.float())[half])
+            done += piece.numel()
 
 
-def _overlaps(layout: FlatLayout, values: Iterable[torch.Tensor], span: Span) -> Iterator[tuple[torch.Tensor, slice]]:
-    """The parts of parameters that lie in a span, and their places counted from the span's start."""
+def _overlaps(
+    layout: FlatLayout, values: Iterable[InitialValues], span: Span
+) -> Iterator[tuple[InitialValues, int, slice]]:
+    """The parameters that lie in a span: values, the first of them there, and their place in the span."""
     start, stop = span
     for slot, value in zip(layout.slots, values, strict=True):
         low = max(slot.start, start)
         high = min(slot.stop, stop)
         if low < high:
-            yield value[low - slot.start : high - slot.start], slice(low - start, high - start)
+            yield value, low - slot.start, slice(low - start, high - start)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,8 @@ from torch import nn
 
 from zerooffload.errors import ConfigError
 from zerooffload.runtime.initialization.player import Player
-from zerooffload.runtime.initialization.recording import Recording
+from zerooffload.runtime.initialization.recording import Recording, named_tensors
+from zerooffload.sharding.placeholders import parameter_placeholder
 
 _log = logging.getLogger("zerooffload")
 
@@ -22,7 +23,12 @@ def is_on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def materialize(model: nn.Module, device: torch.device, groups: Iterable[Sequence[nn.Parameter]]) -> Iterator[None]:
+def materialize(
+    model: nn.Module,
+    device: torch.device,
+    groups: Iterable[Sequence[nn.Parameter]],
+    stored: Collection[str] | None = None,
+) -> Iterator[None]:
     """Give values to the parameters of one group after the other, yielding after each, and then to the buffers.
 
     Parameters keep their identity, ties and attributes. What the caller takes away from a group's parameters is not
@@ -33,34 +39,42 @@ def materialize(model: nn.Module, device: torch.device, groups: Iterable[Sequenc
     ----------
     groups : iterable of sequences of Parameter
         All of the model's parameters, each once.
+    stored : collection of str, optional
+        Names of parameters and buffers that get their values elsewhere: the former are NaN and take no memory, the
+        latter are left alone. If given, the generator is asked for what the others need, and no more.
 
     Raises
     ------
     ConfigError
         If it is not known how a parameter or a buffer is initialised. The model is untouched then.
     """
-    recording = Recording(model)
+    provided = {id(tensor) for name, tensor in named_tensors(model) if name in (stored or ())}
+    recording = Recording(model, provided)
     if recording.doubts:
         _log.warning(
             "values made for the meta model may differ from those of a model built in memory with the same seed: %s",
             "; ".join(recording.doubts),
         )
     sources = recording.sources
-    player = Player(recording.tape, sources.values(), device)
+    player = Player(recording.tape, sources.values(), device, draws_all=stored is None)
     layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     _check_references(model, layers)
     for group in groups:
         # Not around the yield: what the caller does is its own.
         with torch.no_grad(), _without_weak_references(layers):
             for param in group:
-                if param.is_meta:
+                if not param.is_meta:
+                    continue
+                if id(param) in provided:
+                    _give_values(param, parameter_placeholder(param.shape, param.dtype, device))
+                else:
                     _give_values(param, player.tensor(sources[id(param)]))
         yield
     with torch.no_grad():
         shared: dict[int, torch.Tensor] = {}
         for module in model.modules():
             for name, buffer in module._buffers.items():
-                if buffer is None or not buffer.is_meta:
+                if buffer is None or not buffer.is_meta or id(buffer) in provided:
                     continue
                 key = id(buffer)
                 if key not in shared:

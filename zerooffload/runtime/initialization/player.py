@@ -29,18 +29,21 @@ class Player:
     ----------
     wanted : iterable of Place
         What will be asked for, each once.
+    draws_all : bool
+        Take from the generator what nobody wants, too.
     """
 
-    def __init__(self, tape: Tape, wanted: Iterable[Place], device: torch.device) -> None:
+    def __init__(self, tape: Tape, wanted: Iterable[Place], device: torch.device, *, draws_all: bool = True) -> None:
         self._tape = tape
         self._device = device
-        self._draws = [index for index, operation in enumerate(tape.operations) if operation.draws]
         self._num_passed = 0
         self._states: dict[int, torch.Tensor] = {}
         # How often each draw is still wanted.
         self._num_uses: Counter[int] = Counter()
         for place in wanted:
             self._num_uses.update(tape.needed([place.storage]))
+        operations = enumerate(tape.operations)
+        self._draws = [index for index, each in operations if each.draws and (draws_all or self._num_uses[index])]
         for index in self._draws:
             self._num_uses.update(tape.needed(tape.operations[index].reads, index))
 

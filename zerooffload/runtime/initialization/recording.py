@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 
@@ -25,6 +26,11 @@ _DRAWING = re.compile(
 class Recording:
     """How all of a model's tensors on meta get their values; see [Note: the same random numbers].
 
+    Parameters
+    ----------
+    provided : set[int]
+        Identities of tensors that get theirs elsewhere.
+
     Attributes
     ----------
     tape : Tape
@@ -39,16 +45,17 @@ class Recording:
         If nothing says how one of them is initialised.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, provided: AbstractSet[int] = frozenset()) -> None:
         self.tape = Tape()
         self.sources: dict[int, Place] = {}
         self.doubts: list[str] = []
-        self._wanted = {id(tensor) for _, tensor in _tensors(model) if tensor.is_meta}
+        self._wanted = {id(tensor) for _, tensor in named_tensors(model) if tensor.is_meta} - provided
         self._seen: set[nn.Module] = set()
         self._first_names: dict[int, str] = {}
         # A constructor may leave memory as it found it; the model in memory has no values there either.
         self._may_lack_values: set[int] = set()
-        if in_memory := [name for name, param in model.named_parameters() if not param.is_meta]:
+        kept = (name for name, param in model.named_parameters() if not param.is_meta and id(param) not in provided)
+        if in_memory := list(kept):
             more = f" (as are {len(in_memory) - 1} other parameters)" if len(in_memory) > 1 else ""
             self.doubts.append(f"{in_memory[0]} is in memory already and keeps its values{more}")
         with _parameters_in_memory_hidden(model), recording(self.tape):
@@ -66,7 +73,7 @@ class Recording:
                 self.doubts.append(f"{_joined(name, key)} gets no values from its constructor, so it is zero")
 
     def _record(self, name: str, module: nn.Module) -> None:
-        tensors = [tensor for _, tensor in _tensors(module)]
+        tensors = [tensor for _, tensor in named_tensors(module)]
         if module in self._seen or (tensors and not any(id(tensor) in self._wanted for tensor in tensors)):
             return
         self._seen.add(module)
@@ -139,7 +146,7 @@ class Recording:
         except Exception as error:  # noqa: BLE001 - a constructor of anybody's; what it needs may not be on meta
             changed = f"building it again fails: {error}"
         if not changed:
-            for (_, mine), (_, theirs) in zip(_tensors(module), _tensors(built), strict=True):
+            for (_, mine), (_, theirs) in zip(named_tensors(module), named_tensors(built), strict=True):
                 if id(mine) in self._wanted:
                     self.sources[id(mine)] = self.tape.place(theirs)
                     self._may_lack_values.add(id(mine))
@@ -205,7 +212,8 @@ def _names_in_constructors(module: nn.Module) -> set[str]:
     return names
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, then buffers, each once."""
     yield from module.named_parameters()
     yield from module.named_buffers()
 
