@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         TierIOError,
         ZeroOffloadError,
     )
+    from zerooffload.integrations.huggingface import load_pretrained
     from zerooffload.optim import SGD, Adagrad, Adam, AdamW, GradScaler, Lion
     from zerooffload.telemetry import StepReport, TierUsage
 
@@ -63,6 +64,7 @@ _HOMES = {
     "clip_grad_norm_": "entry",
     "close": "entry",
     "full_params": "entry",
+    "load_pretrained": "integrations.huggingface",
     "no_sync": "entry",
     "offload": "entry",
     "reclaim_device": "entry",
@@ -94,6 +96,7 @@ __all__ = [
     "clip_grad_norm_",
     "close",
     "full_params",
+    "load_pretrained",
     "no_sync",
     "offload",
     "reclaim_device",

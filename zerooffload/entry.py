@@ -101,7 +101,7 @@ def offload(
 def offload_opened(
     open_model: Callable[[], AbstractContextManager[tuple[M, ModelWeights | None]]],
     config: OffloadConfig | None,
-    process_group: dist.ProcessGroup | DeviceMesh | None,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
     pipeline_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> M:
     """`offload` of a model that `open_model` makes, with the weights that can be read while it is open.

@@ -30,6 +30,7 @@ FACE = [
     "clip_grad_norm_",
     "close",
     "full_params",
+    "load_pretrained",
     "no_sync",
     "offload",
     "reclaim_device",
@@ -66,6 +67,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     ("name", "signature"),
     [
         ("offload", "(model, config=None, *, process_group=None, pipeline_group=None, weights=None)"),
+        (
+            "load_pretrained",
+            "(name, config=None, *, process_group=None, model_class=None, strict=True, trust_remote_code=False)",
+        ),
         ("full_params", "(module, writeback=True, *, grads=False)"),
         ("clip_grad_norm_", "(model_or_params, max_norm, norm_type=2.0, error_if_nonfinite=False)"),
         ("sliced_loss", "(head, loss_fn, *, micro_batch_size=None)"),

@@ -100,18 +100,6 @@ def weight_files(folder: Path) -> list[str]:
     return names
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the folder, each in memory of its own, so that they are in memory once.
-
-    Raises
-    ------
-    CheckpointError
-        If a file is missing, short, or is not safetensors.
-    """
-    with WeightsFolder(folder) as weights:
-        return {name: weights.read_whole(name) for name in weights.entries}
-
-
 def _weight_map(folder: Path) -> Mapping[str, str]:
     """The file of each tensor, as the index says; nothing if all are in one."""
     index = folder / INDEX_FILE

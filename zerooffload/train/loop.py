@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -13,14 +13,16 @@ from torch import nn
 
 import zerooffload as zo
 from zerooffload.accelerator import default_accelerator
-from zerooffload.entry import watch
+from zerooffload.checkpoint.model_weights import ModelWeights
+from zerooffload.entry import offload_opened, watch
 from zerooffload.errors import ConfigError
 from zerooffload.integrations.huggingface import (
     ModelSource,
     build_model,
-    load_model,
     load_tokenizer,
     model_config,
+    opened_model,
+    random_model,
     slice_language_loss,
 )
 from zerooffload.integrations.huggingface.tokenizers import BYTES
@@ -135,10 +137,7 @@ def train(
     warm_up()
     result.baseline_bytes = resident_bytes_trimmed()
     observer.doing("loading the model")
-    model = load_model(source, config)
-    if recipe.offload.micro_batch_size is not None:
-        slice_language_loss(model)
-    with joined_ranks(recipe.training.rank_timeout_seconds) as ranks, _offloaded(model, recipe):
+    with joined_ranks(recipe.training.rank_timeout_seconds) as ranks, _offloaded(source, config, recipe) as model:
         observer.announced(result)
         loop = _Loop(model, windows, recipe, ranks)
         _begin(loop, result, observer, resume=resume)
@@ -315,13 +314,27 @@ def _predict(recipe: Recipe, source: ModelSource, config: object, device: torch.
 
 
 @contextmanager
-def _offloaded(model: nn.Module, recipe: Recipe) -> Iterator[None]:
-    zo.offload(model, recipe.placement)
+def _offloaded(source: ModelSource, config: object, recipe: Recipe) -> Iterator[nn.Module]:
+    model = offload_opened(lambda: _opened(source, config, recipe), recipe.placement)
     try:
-        yield
+        yield model
     finally:
         with _no_interrupts():
             zo.close(model)
+
+
+@contextmanager
+def _opened(source: ModelSource, config: object, recipe: Recipe) -> Iterator[tuple[nn.Module, ModelWeights | None]]:
+    """The model as it is offloaded, and where its weights are read from, if they are not random."""
+    opened: AbstractContextManager[tuple[nn.Module, ModelWeights | None]]
+    if source.name is None:
+        opened = nullcontext((random_model(source, config), None))
+    else:
+        opened = opened_model(source, config, strict=recipe.model.strict)
+    with opened as (model, weights):
+        if recipe.offload.micro_batch_size is not None:
+            slice_language_loss(model)
+        yield model, weights
 
 
 @contextmanager

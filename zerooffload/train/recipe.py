@@ -56,6 +56,9 @@ class ModelSection(BaseModel):
     """A folder or hub name, or "bytes". None: the model's own; "bytes" for random weights."""
     gradient_checkpointing: bool = False
     """Keep only the blocks' inputs, and compute the rest again in backward."""
+    strict: bool = True
+    """Refuse a folder that lacks weights, or holds some that the model has no place for. False: a warning tells them,
+    and missing ones are initialised."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 

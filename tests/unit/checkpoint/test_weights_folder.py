@@ -8,10 +8,16 @@ import torch
 from safetensors.torch import save_file
 
 from zerooffload import CheckpointError
-from zerooffload.checkpoint.weights_folder import WeightsFolder, read_weights, weight_files
+from zerooffload.checkpoint.weights_folder import WeightsFolder, weight_files
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    with WeightsFolder(folder) as weights:
+        return {name: weights.read_whole(name) for name in weights.entries}
+
 
 WEIGHTS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -29,11 +35,6 @@ def test_weights_are_read_as_the_library_wrote_them(tmp_path: Path) -> None:
     for name, tensor in WEIGHTS.items():
         assert (read[name].dtype, read[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(read[name], tensor)
-
-
-def test_each_weight_has_memory_of_its_own(tmp_path: Path) -> None:
-    save_file(WEIGHTS, tmp_path / "model.safetensors")
-    assert {tensor.untyped_storage().nbytes() for tensor in read_weights(tmp_path).values()} == {48, 4, 2, 0, 8}
 
 
 def test_an_index_names_the_files(tmp_path: Path) -> None:

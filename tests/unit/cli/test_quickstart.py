@@ -9,7 +9,7 @@ import pytest
 from support.folders import leftovers
 
 from zerooffload import ConfigError
-from zerooffload.integrations.huggingface import ModelSource, load_model, smollm2
+from zerooffload.integrations.huggingface import ModelSource, random_model, smollm2
 from zerooffload.train.recipe import read_recipe
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -52,7 +52,7 @@ def test_it_trains_a_model_of_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
-    load_model(ModelSource(config=TINY)).save_pretrained(tmp_path / "model")
+    random_model(ModelSource(config=TINY)).save_pretrained(tmp_path / "model")
     settings = ["model.tokenizer=bytes", "training.steps=2", "training.sequence_length=16", "offload.threads=1"]
     overrides = [word for setting in settings for word in ("--set", setting)]
     report = tmp_path / "report.json"

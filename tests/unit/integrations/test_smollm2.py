@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import json
 import subprocess
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import zerooffload as zo
 from zerooffload import CheckpointError, ConfigError
-from zerooffload.integrations.huggingface import ModelSource, load_model, load_tokenizer, prepare_smollm2, smollm2
+from zerooffload.integrations.huggingface import load_tokenizer, prepare_smollm2, smollm2
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("gguf")
@@ -46,11 +48,27 @@ def test_a_folder_that_is_there_is_left_as_it_is(folder: Path) -> None:
 
 def test_it_knows_the_capital_of_france(folder: Path) -> None:
     tokenizer = load_tokenizer(str(folder))
-    model = load_model(ModelSource(name=str(folder))).eval().float()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval().float()
     assert sum(param.numel() for param in model.parameters()) == 134_515_008
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([tokenizer.encode("The capital of France is")])).logits
     assert [int(logits[0, -1].argmax())] == tokenizer.encode(" Paris")
+
+
+def checksums(model: torch.nn.Module) -> dict[str, str]:
+    """Of every parameter's bytes; ends the run."""
+    with zo.full_params(model, writeback=False):
+        sums = {name: sha256(param.detach().numpy()).hexdigest() for name, param in model.named_parameters()}
+    zo.close(model)
+    return sums
+
+
+def test_it_is_loaded_as_the_model_in_memory(folder: Path) -> None:
+    """In fp32 the parameters are the masters."""
+    config = zo.OffloadConfig(compute_dtype="fp32", moments="8bit", threads=1)
+    loaded = checksums(zo.load_pretrained(folder, config))
+    in_memory = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert loaded == checksums(zo.offload(in_memory, config))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from support.folders import leftovers
 
 import zerooffload as zo
 from zerooffload import BudgetError, ConfigError
-from zerooffload.integrations.huggingface import ByteTokenizer, ModelSource, load_model
+from zerooffload.integrations.huggingface import ByteTokenizer, ModelSource, random_model
 from zerooffload.train import loop, train
 from zerooffload.train.data import BatchOrder, Windows, open_tokens
 from zerooffload.train.loop import Observer, StepRecord, evaluate, next_token_loss
@@ -26,7 +26,7 @@ pytest.importorskip("transformers")
 def in_plain_torch(recipe: Recipe, cache: Path) -> tuple[list[float], float, float]:
     """Losses of the same training with torch's own optimizer and clipping, and the held-out loss around it."""
     settings, training = recipe.optimizer, recipe.training
-    model = load_model(ModelSource(config=recipe.model.config, seed=training.seed))
+    model = random_model(ModelSource(config=recipe.model.config, seed=training.seed))
     tokens = open_tokens(recipe.data.path, "text", ByteTokenizer(), cache)
     windows = Windows(tokens, training.sequence_length, training.evaluation_windows)
     optimizer = torch.optim.AdamW(model.parameters(), **settings.settings())

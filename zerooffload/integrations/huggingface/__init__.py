@@ -1,12 +1,13 @@
-"""Causal language models and tokenizers of the Hugging Face libraries, which the extra `hf` installs."""
+"""Models and tokenizers of the Hugging Face libraries, which the extra `hf` installs."""
 
 from zerooffload.integrations.huggingface.models import (
     ModelSource,
     build_model,
-    load_model,
     model_config,
+    random_model,
     resolve_folder,
 )
+from zerooffload.integrations.huggingface.pretrained import load_pretrained, opened_model
 from zerooffload.integrations.huggingface.slicing import SLICE_RULES, slice_language_loss
 from zerooffload.integrations.huggingface.smollm2 import prepare_smollm2
 from zerooffload.integrations.huggingface.tokenizers import ByteTokenizer, HubTokenizer, Tokenizer, load_tokenizer
@@ -18,10 +19,12 @@ __all__ = [
     "ModelSource",
     "Tokenizer",
     "build_model",
-    "load_model",
+    "load_pretrained",
     "load_tokenizer",
     "model_config",
+    "opened_model",
     "prepare_smollm2",
+    "random_model",
     "resolve_folder",
     "slice_language_loss",
 ]

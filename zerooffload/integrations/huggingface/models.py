@@ -1,18 +1,16 @@
-"""Causal language models: from a folder, from the hub, or from a configuration with random weights."""
+"""Models of transformers: where they are, their configurations, and models with random weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zerooffload.checkpoint.weights_folder import read_weights
 from zerooffload.errors import ConfigError
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -31,7 +29,9 @@ class ModelSource:
     seed : int
         For random weights.
     dtype : torch.dtype, optional
-        That the model computes in. Loaded weights keep their own until they are offloaded.
+        Of the parameters; default: as the configuration says.
+    model_class : type, optional
+        Of transformers, or one of its Auto classes. Default: a causal language model.
     gradient_checkpointing : bool
         Recompute each block's activations in backward.
     trust_remote_code : bool
@@ -42,6 +42,7 @@ class ModelSource:
     config: Mapping[str, Any] | Path | None = None
     seed: int = 0
     dtype: torch.dtype | None = None
+    model_class: Any = None
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
 
@@ -98,41 +99,10 @@ def build_model(source: ModelSource, config: Any = None) -> nn.Module:
 
         dtype = source.dtype or _dtype_in(config)
         trust = {"trust_remote_code": True} if source.trust_remote_code else {}
-        # Not annotated there.
-        auto: Any = AutoModelForCausalLM
-        model: nn.Module = auto.from_config(config, dtype=dtype, **trust)
-    return _for_training(model, source)
-
-
-def load_model(source: ModelSource, config: Any = None) -> nn.Module:
-    """The model on the CPU, its weights in memory once: those of its folder in their own dtype, or seeded random ones.
-
-    Raises
-    ------
-    ConfigError
-        If the model cannot be built, or the folder lacks weights.
-    CheckpointError
-        If the folder's weights cannot be read.
-    """
-    config = config if config is not None else model_config(source)
-    if source.name is None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(source.seed)
-            return build_model(source, config)
-    weights = read_weights(resolve_folder(source.name))
-    with transformers_errors(f"the weights of {source.name} do not fit the model"):
-        with torch.device("meta"):
-            kind: Any = type(build_model(source, config))
-        # The tensors read above become the model's own.
-        with _no_progress_bar():
-            model, info = kind.from_pretrained(
-                None, config=config, state_dict=weights, dtype=_dtype_of(weights), output_loading_info=True
-            )
-    _check_complete(source.name, info)
-    return _for_training(model, source)
-
-
-def _for_training(model: nn.Module, source: ModelSource) -> nn.Module:
+        kind: Any = source.model_class or AutoModelForCausalLM
+        # The Auto classes have the one, models the other.
+        make = kind.from_config if hasattr(kind, "from_config") else kind._from_config
+        model: nn.Module = make(config, dtype=dtype, **(trust if hasattr(kind, "from_config") else {}))
     if source.gradient_checkpointing:
         # transformers 5 renamed it, and warns about the old name.
         old: Any = getattr(model, "gradient_checkpointing_enable", None)
@@ -141,42 +111,24 @@ def _for_training(model: nn.Module, source: ModelSource) -> nn.Module:
     return model.train()
 
 
+def random_model(source: ModelSource, config: Any = None) -> nn.Module:
+    """The model on the CPU with seeded random weights; leaves the random numbers of others alone.
+
+    Raises
+    ------
+    ConfigError
+        If the model cannot be built.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(source.seed)
+        return build_model(source, config)
+
+
 def _dtype_in(config: Any) -> torch.dtype:
     dtype = getattr(config, "dtype", None)
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
-
-
-def _dtype_of(weights: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """The dtype that most floating-point bytes have."""
-    nbytes: dict[torch.dtype, int] = {}
-    for tensor in weights.values():
-        if tensor.is_floating_point():
-            nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
-    return max(nbytes, key=lambda dtype: nbytes[dtype], default=torch.float32)
-
-
-def _check_complete(name: str, info: Mapping[str, Any]) -> None:
-    missing, wrong = sorted(info["missing_keys"]), sorted(str(key) for key in info["mismatched_keys"])
-    if missing or wrong:
-        shown = ", ".join((missing + wrong)[:5])
-        raise ConfigError(
-            f"{name}: {len(missing)} weights are missing and {len(wrong)} have another shape ({shown}): an untrained"
-            " weight would train without a word"
-        )
-
-
-@contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    logging: Any = import_module("transformers.utils.logging")
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()
 
 
 @contextmanager
