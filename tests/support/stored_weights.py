@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,3 +66,20 @@ def assert_same_states(states: Mapping[str, torch.Tensor], expected: Mapping[str
     for name, tensor in states.items():
         assert tensor.dtype is expected[name].dtype, name
         assert torch.equal(tensor, expected[name]), name
+
+
+@contextmanager
+def bytes_read(folder: Path) -> Iterator[list[int]]:
+    """The bytes of each read of a safetensors file in a folder, those of headers included."""
+    reads: list[int] = []
+    preadv = os.preadv
+
+    def counted(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = preadv(fd, buffers, offset)
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        if path.parent == folder and path.suffix == ".safetensors":
+            reads.append(count)
+        return count
+
+    with mock.patch("os.preadv", counted):
+        yield reads
