@@ -123,8 +123,7 @@ def _weight_map(folder: Path) -> Mapping[str, str]:
 def _real_path(folder: Path, name: str) -> Path:
     """Where a file of the folder really is, links followed."""
     path = folder / name
-    is_plain = Path(name).name == name and "\0" not in name
-    if is_plain and path.is_file():
+    if Path(name).name == name and "\0" not in name and _is_file(path):
         real, root = path.resolve(), folder.resolve()
         allowed = [root]
         if root.parent.name == "snapshots":
@@ -133,3 +132,11 @@ def _real_path(folder: Path, name: str) -> Path:
             return real
         raise CheckpointError(f"{path} is a link that leaves the folder, to {real}: put the file itself there")
     raise CheckpointError(f"{folder} names {name[:200]}, which is not a file of that folder")
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        # Of a name that is too long, for one.
+        return False

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.folders import leftovers
 from support.small_models import small_gpt2, small_llama, small_mixtral
-from support.stored_weights import assert_same_states, elements_read, states_of
+from support.stored_weights import assert_same_states, elements_read, save_folder, states_of
 from torch import nn
 
 import zerooffload as zo
@@ -284,3 +284,43 @@ def test_generation_settings_come_along(tmp_path: Path, nvme: Path) -> None:
     assert model.generation_config.max_new_tokens == 3
     zo.close(model)
     assert leftovers(nvme) == []
+
+
+def cut(folder: Path) -> None:
+    file = folder / "part-1.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def lead_outside(folder: Path) -> None:
+    file = folder / "part-1.safetensors"
+    file.rename(folder.parent / "elsewhere")
+    file.symlink_to("../elsewhere")
+
+
+def name_outside(folder: Path) -> None:
+    (folder / "part-1.safetensors").rename(folder.parent / "part-1.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("part-1", "../part-1"))
+
+
+def promise_much(folder: Path) -> None:
+    file = folder / "part-1.safetensors"
+    file.write_bytes(b"\xff" * 7 + b"\x00" + file.read_bytes())
+
+
+@pytest.mark.parametrize("spoil", [cut, lead_outside, name_outside, promise_much])
+def test_a_hostile_folder_is_named_and_nothing_is_made(
+    spoil: Callable[[Path], None], tmp_path: Path, nvme: Path
+) -> None:
+    model: Any = small_llama()
+    folder = tmp_path / "model"
+    model.config.save_pretrained(folder)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    save_folder(folder, tensors, num_files=2)
+    zo.close(zo.load_pretrained(folder, config(nvme)))
+    spoil(folder)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="part-1") as caught:
+        zo.load_pretrained(folder, config(nvme))
+    assert str(folder) in str(caught.value)
+    assert sorted(tmp_path.rglob("*")) == before
