@@ -1,4 +1,4 @@
-"""Model folders of strangers: only a `CheckpointError` that names the folder may come of them; nothing is written."""
+"""Model folders and GGUF files of strangers: only a `CheckpointError` that names them may come of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf.quants  # noqa: F401 - what it imports must not count as what a file takes
 import torch
 from safetensors.torch import save
 from support.hostile_files import MEMORY_BYTES, MOST_BYTES_A_BYTE, any_json, mutated
 from torch import nn
 
+from zerooffload.checkpoint.gguf_file import GgufFile
 from zerooffload.checkpoint.model_weights import match, refuse_incomplete
 from zerooffload.checkpoint.stored_tensor import read_whole
 from zerooffload.checkpoint.weights_folder import INDEX_FILE, WEIGHTS_FILE, WeightsFolder
@@ -152,6 +154,57 @@ def _spoil(folder: Path, choice: random.Random, *, sharded: bool) -> str:
     return way
 
 
+def sample_gguf() -> bytes:
+    """A file with every kind of metadata and three tensors, one of them in blocks of 32."""
+
+    def text(words: str) -> bytes:
+        return struct.pack("<Q", len(words)) + words.encode()
+
+    fields = [
+        text("general.architecture") + struct.pack("<I", 8) + text("llama"),
+        text("general.alignment") + struct.pack("<II", 4, 32),
+        text("tokens") + struct.pack("<IIQ", 9, 8, 3) + text("a") + text("b") + text("c"),
+        text("scores") + struct.pack("<IIQ3f", 9, 6, 3, 0.5, 1.0, 2.0),
+        text("yes") + struct.pack("<I?", 7, True),
+        text("large") + struct.pack("<IQ", 10, 1 << 40),
+    ]
+    tensors = [
+        text("one") + struct.pack("<IQQIQ", 2, 4, 3, 0, 0),
+        text("two") + struct.pack("<IQIQ", 1, 8, 1, 64),
+        text("three") + struct.pack("<IQQIQ", 2, 64, 2, 8, 96),
+    ]
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields)) + b"".join(fields) + b"".join(tensors)
+    return head + bytes(-len(head) % 32) + bytes(range(96)) + bytes(4 * 34)
+
+
+def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """All that is in it."""
+    with GgufFile(file) as opened:
+        return opened.fields, {name: read_whole(tensor) for name, tensor in opened.tensors().items()}
+
+
+def _spoiled_gguf(choice: random.Random) -> tuple[str, bytes]:
+    """A file that is changed in one way; which."""
+    content = sample_gguf()
+    numbers = (0, 1, 31, 2**16, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
+
+    def with_numbers() -> bytes:
+        data = bytearray(content)
+        for _ in range(choice.randint(1, 3)):
+            code = choice.choice("IQ")
+            number = choice.choice(numbers) % (1 << 8 * struct.calcsize(code))
+            struct.pack_into(f"<{code}", data, choice.randrange(4, 400), number)
+        return bytes(data)
+
+    ways: dict[str, Callable[[], bytes]] = {
+        "a changed GGUF file": lambda: mutated(content, choice),
+        "a GGUF file of other numbers": with_numbers,
+        "a cut GGUF file": lambda: content[: choice.randrange(len(content))],
+    }
+    way = choice.choice(list(ways))
+    return way, ways[way]()
+
+
 def attack(number: int, folder: Path, *, measure: bool = False) -> str:
     """One attempt: how it ended. Raises what must not come out."""
     choice = random.Random(number)  # noqa: S311 - reproducible
@@ -159,17 +212,23 @@ def attack(number: int, folder: Path, *, measure: bool = False) -> str:
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
     model = root / "model"
-    sharded = choice.random() < 0.5
-    sample_folder(model, sharded=sharded)
     # What a link or a name may lead to is itself sound.
     (root / "outside.safetensors").write_bytes(save(Net().state_dict()))
-    what = _spoil(model, choice, sharded=sharded)
+    reader: Callable[[Path], object] = read
+    if choice.random() < 0.25:
+        what, content = _spoiled_gguf(choice)
+        model.write_bytes(content)
+        reader = read_gguf
+    else:
+        sharded = choice.random() < 0.5
+        sample_folder(model, sharded=sharded)
+        what = _spoil(model, choice, sharded=sharded)
     before = _contents(root)
     if measure:
         tracemalloc.start()
     message = ""
     try:
-        read(model)
+        reader(model)
     except CheckpointError as error:
         message = str(error)
     finally:

@@ -235,7 +235,7 @@ def parse_header(raw: bytes, data_nbytes: int, path: Path) -> Header:
     for entry in entries:
         if entry.start != end:
             fault = "overlaps the one before it" if entry.start < end else "leaves a hole before it"
-            raise CheckpointError(f"{path}: tensor {entry.name} {fault} (at byte {entry.start}, expected {end})")
+            raise CheckpointError(f"{path}: tensor {entry.name[:200]} {fault} (at byte {entry.start}, expected {end})")
         end += entry.nbytes
     if end > data_nbytes:
         raise CheckpointError(
@@ -274,14 +274,17 @@ def _entry(name: str, fields: Any, path: Path) -> TensorEntry:
         dtype, shape, (begin, end) = _DTYPES[fields["dtype"]], fields["shape"], fields["data_offsets"]
         numbers = [*shape, begin, end]
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: tensor {name} has an entry that cannot be read: {fields!r:.200}") from error
+        raise CheckpointError(
+            f"{path}: tensor {name[:200]} has an entry that cannot be read: {fields!r:.200}"
+        ) from error
     # A bool is an int, and a product of large numbers takes time and memory of its own.
     if any(type(number) is not int or not 0 <= number < 1 << 63 for number in numbers) or len(shape) > 64:
-        raise CheckpointError(f"{path}: tensor {name} has an impossible shape or place: {fields!r:.200}")
+        raise CheckpointError(f"{path}: tensor {name[:200]} has an impossible shape or place: {fields!r:.200}")
     entry = TensorEntry(name, dtype, tuple(shape), begin)
     if end - begin != entry.nbytes:
         raise CheckpointError(
-            f"{path}: tensor {name} of shape {shape} and {dtype} cannot have {end - begin} bytes, it has {entry.nbytes}"
+            f"{path}: tensor {name[:200]} of shape {shape} and {dtype} cannot have {end - begin} bytes, it has"
+            f" {entry.nbytes}"
         )
     return entry
 

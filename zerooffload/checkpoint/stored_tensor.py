@@ -104,6 +104,22 @@ class Joined:
                 done += piece.numel()
 
 
+class Rows:
+    """Rows, along the first dimension, in another order: row `number` is row `order[number]` of `whole`."""
+
+    def __init__(self, whole: StoredTensor, order: Sequence[int]) -> None:
+        self._whole = whole
+        self._order = order
+        self.dtype = whole.dtype
+        self.shape = whole.shape
+        self._row_numel = math.prod(whole.shape[1:])
+
+    def read(self, first: int, target: torch.Tensor) -> None:
+        """See `StoredTensor`."""
+        for number, column, part in _runs(first, target, self._row_numel):
+            self._whole.read(self._order[number] * self._row_numel + column, part)
+
+
 class Copies:
     """One tensor that is stored under several names; they are compared as they are read."""
 

@@ -82,7 +82,7 @@ class WeightsFolder:
         if expected and names != expected:
             (odd, *_) = sorted(names ^ expected)
             fault = "is not in the index" if odd in names else "is not in it, though the index says so"
-            raise CheckpointError(f"{file.path}: tensor {odd} {fault}")
+            raise CheckpointError(f"{file.path}: tensor {odd[:200]} {fault}")
         self._files |= dict.fromkeys(names, file)
 
 

@@ -21,3 +21,6 @@ def test_bytes_are_their_own_tokens() -> None:
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no tokenizer"):
         load_tokenizer(str(tmp_path))
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match=r"model\.gguf is not read"):
+        load_tokenizer(str(tmp_path / "model.gguf"))

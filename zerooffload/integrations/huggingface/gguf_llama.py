@@ -1,4 +1,4 @@
-"""A Hugging Face folder from the GGUF file of a Llama: configuration, byte-level BPE tokenizer, bf16 weights."""
+"""The GGUF file of a Llama: what it is in transformers, and a Hugging Face folder made from it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from zerooffload.errors import ConfigError
+from zerooffload.checkpoint.gguf_file import GgufFile
+from zerooffload.checkpoint.stored_tensor import Rows, StoredTensor, read_whole
+from zerooffload.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    import gguf
     from tokenizers import Tokenizer
 
 _CONTROL_TOKEN = 3
 """GGUF's token type of special tokens."""
 
 _TOP_LEVEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_IN_BLOCK = {
+IN_BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -31,6 +32,7 @@ _IN_BLOCK = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+"""Parts of a block, as GGUF and as transformers calls them."""
 
 
 def convert_llama(gguf_file: Path, folder: Path) -> None:
@@ -40,22 +42,30 @@ def convert_llama(gguf_file: Path, folder: Path) -> None:
     ------
     ConfigError
         If the file is not a Llama with a byte-level BPE tokenizer that this knows.
+    CheckpointError
+        If it is not a whole GGUF file.
     """
-    reader = _open(gguf_file)
-    fields: dict[str, Any] = dict(reader.fields)
-    if _value(fields, "general.architecture") != "llama":
-        raise ConfigError(f"{gguf_file}: expected a Llama, got {_value(fields, 'general.architecture')!r}")
-    config = llama_config(fields, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
-    _write_json(folder / "config.json", config)
-    build_tokenizer(fields).save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", tokenizer_config(fields))
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    weights = dict(_convert(tensor, heads) for tensor in reader.tensors)
+    with GgufFile(gguf_file) as file:
+        _write_json(folder / "config.json", llama_config(file) | {"torch_dtype": "bfloat16"})
+        build_tokenizer(file.fields).save(str(folder / "tokenizer.json"))
+        _write_json(folder / "tokenizer_config.json", tokenizer_config(file.fields))
+        weights = {name: read_whole(tensor).to(torch.bfloat16) for name, tensor in llama_tensors(file).items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def llama_config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
-    """The config.json of the model that the metadata describes."""
+def llama_config(file: GgufFile) -> dict[str, Any]:
+    """The config.json of the model that the metadata describes.
+
+    Raises
+    ------
+    ConfigError
+        If it is no Llama that this knows.
+    """
+    fields = file.fields
+    if _value(fields, "general.architecture") != "llama":
+        raise ConfigError(f"{file.path}: expected a Llama, got {_value(fields, 'general.architecture')!r:.200}")
+    if fields.get("llama.rope.scaling.type", "none") != "none":
+        raise ConfigError(f"{file.path}: Llamas with scaled rotary embeddings are not known")
 
     def get(name: str) -> Any:
         return _value(fields, f"llama.{name}")
@@ -74,12 +84,31 @@ def llama_config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
         # GGUF holds a float32, and 1e-05 was meant.
         "rms_norm_eps": float(str(np.float32(get("attention.layer_norm_rms_epsilon")))),
         "rope_theta": get("rope.freq_base"),
-        "tie_word_embeddings": tied,
-        "bos_token_id": _value(fields, "tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _value(fields, "tokenizer.ggml.eos_token_id"),
-        "pad_token_id": _value(fields, "tokenizer.ggml.padding_token_id"),
-        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": "output.weight" not in file.names,
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
+        "pad_token_id": fields.get("tokenizer.ggml.padding_token_id"),
     }
+
+
+def llama_tensors(file: GgufFile) -> dict[str, StoredTensor]:
+    """The tensors under the names, and with the rows in the order, that they have in transformers.
+
+    Raises
+    ------
+    ConfigError
+        If a Llama has no such tensor.
+    CheckpointError
+        If they do not lie in the file, or two are one.
+    """
+    heads = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
+    found: dict[str, StoredTensor] = {}
+    for name, tensor in file.tensors().items():
+        part = next((part for part in heads if f".{part}." in name), None)
+        if hub_name(name) in found:
+            raise CheckpointError(f"{file.path}: two tensors are {hub_name(name)}")
+        found[hub_name(name)] = tensor if part is None else _in_order(tensor, _value(file.fields, heads[part]), name)
+    return found
 
 
 def build_tokenizer(fields: dict[str, Any]) -> Tokenizer:
@@ -132,14 +161,15 @@ def tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def undo_row_permutation(weight: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """Rows of q or k as Hugging Face orders them.
+def row_order(num_rows: int, num_heads: int) -> list[int]:
+    """Where GGUF has the rows of q or k, in the order of Hugging Face.
 
     GGUF interleaves the halves that rotary embedding pairs: rows of a head are in `[head_dim/2, 2]` order there and in
     `[2, head_dim/2]` order here.
     """
-    rows, columns = weight.shape
-    return weight.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    rows = np.arange(num_rows).reshape(num_heads, num_rows // num_heads // 2, 2)
+    order: list[int] = rows.swapaxes(1, 2).reshape(-1).tolist()
+    return order
 
 
 def hub_name(gguf_name: str) -> str:
@@ -153,37 +183,21 @@ def hub_name(gguf_name: str) -> str:
     parts = gguf_name.removesuffix(".weight").split(".")
     if len(parts) == 1 and parts[0] in _TOP_LEVEL:
         return f"{_TOP_LEVEL[parts[0]]}.weight"
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _IN_BLOCK:
-        return f"model.layers.{parts[1]}.{_IN_BLOCK[parts[2]]}.weight"
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in IN_BLOCK:
+        return f"model.layers.{parts[1]}.{IN_BLOCK[parts[2]]}.weight"
     raise ConfigError(f"the GGUF file holds a tensor that a Llama does not have: {gguf_name}")
 
 
-def _convert(tensor: gguf.ReaderTensor, heads: dict[str, int]) -> tuple[str, torch.Tensor]:
-    from gguf.quants import dequantize  # noqa: PLC0415 - an extra
-
-    # A copy: float32 tensors come as read-only views of the file.
-    weight = np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)
-    for part, num_heads in heads.items():
-        if f".{part}." in tensor.name:
-            weight = np.ascontiguousarray(undo_row_permutation(weight, num_heads))
-    return hub_name(tensor.name), torch.from_numpy(weight).to(torch.bfloat16)
-
-
-def _open(gguf_file: Path) -> gguf.GGUFReader:
-    try:
-        import gguf  # noqa: PLC0415 - an extra
-    except ModuleNotFoundError:
-        raise ConfigError("converting a GGUF file needs gguf: pip install 'zerooffload[hf]'") from None
-    try:
-        return gguf.GGUFReader(gguf_file)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{gguf_file} is not a readable GGUF file: {error}") from error
+def _in_order(tensor: StoredTensor, num_heads: Any, name: str) -> StoredTensor:
+    if type(num_heads) is not int or num_heads < 1 or not tensor.shape or tensor.shape[0] % (2 * num_heads):
+        raise ConfigError(f"the rows of {name}, of shape {tensor.shape}, are not those of {num_heads!r:.200} heads")
+    return Rows(tensor, row_order(tensor.shape[0], num_heads))
 
 
 def _value(fields: dict[str, Any], name: str) -> Any:
     if name not in fields:
         raise ConfigError(f"the GGUF file lacks {name}")
-    return fields[name].contents()
+    return fields[name]
 
 
 def _write_json(path: Path, value: Any) -> None:

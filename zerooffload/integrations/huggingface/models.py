@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerooffload.checkpoint.gguf_file import GgufFile
 from zerooffload.errors import ConfigError
+from zerooffload.integrations.huggingface.gguf_llama import llama_config
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
@@ -23,7 +25,7 @@ class ModelSource:
     Attributes
     ----------
     name : str, optional
-        A model folder, or a name on the hub.
+        A model folder, the GGUF file of a Llama, or a name on the hub.
     config : Mapping[str, Any] or pathlib.Path, optional
         The fields of a config.json, or the file: weights are random then.
     seed : int
@@ -67,6 +69,11 @@ def resolve_folder(name: str, *, trust_remote_code: bool = False) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns))
 
 
+def is_gguf(name: str) -> bool:
+    """Whether a name is that of a GGUF file."""
+    return name.endswith(".gguf") and Path(name).expanduser().is_file()
+
+
 def model_config(source: ModelSource) -> Any:
     """The transformers configuration of the model.
 
@@ -78,7 +85,10 @@ def model_config(source: ModelSource) -> Any:
     with transformers_errors("the model's configuration cannot be used"):
         from transformers import AutoConfig  # noqa: PLC0415 - an extra
 
-        if source.name is not None:
+        if source.name is not None and is_gguf(source.name):
+            with GgufFile(Path(source.name).expanduser()) as file:
+                config = AutoConfig.for_model(**llama_config(file))
+        elif source.name is not None:
             folder = resolve_folder(source.name, trust_remote_code=source.trust_remote_code)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
         elif isinstance(source.config, Path):

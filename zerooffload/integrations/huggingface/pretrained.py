@@ -17,16 +17,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerooffload.checkpoint.gguf_file import GgufFile
 from zerooffload.checkpoint.model_weights import ModelWeights, match, refuse_incomplete, shortened
 from zerooffload.checkpoint.stored_tensor import StoredTensor
 from zerooffload.checkpoint.weights_folder import WeightsFolder
 from zerooffload.config import OffloadConfig
 from zerooffload.entry import offload_opened
-from zerooffload.errors import ConfigError
+from zerooffload.errors import CheckpointError, ConfigError
 from zerooffload.integrations.huggingface.conversion import converted
+from zerooffload.integrations.huggingface.gguf_llama import llama_tensors
 from zerooffload.integrations.huggingface.models import (
     ModelSource,
     build_model,
+    is_gguf,
     model_config,
     resolve_folder,
     transformers_errors,
@@ -54,7 +57,8 @@ def load_pretrained(
     Parameters
     ----------
     name : path or str
-        A folder with config.json and safetensors files, or a name on the hub, which is fetched unless it is cached.
+        A folder with config.json and safetensors files; the GGUF file of a Llama, which is dequantized to fp32; or a
+        name on the hub, which is fetched unless it is cached.
     config, process_group
         See `zo.offload`.
     model_class : type, optional
@@ -102,28 +106,43 @@ def opened_model(
     ConfigError, CheckpointError
         See `load_pretrained`.
     """
-    folder = resolve_folder(source.name or "", trust_remote_code=source.trust_remote_code)
     config = config if config is not None else model_config(source)
+    if as_saved and source.model_class is None:
+        source = replace(source, model_class=_class_named_in(config))
+    with _opened_tensors(source, config) as (stored, place):
+        num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        if strict and num_layers > len(stored):
+            # Before modules are made of it.
+            raise CheckpointError(f"{place}: {num_layers} layers cannot be made of {len(stored)} tensors")
+        with torch.device("meta"):
+            model = build_model(replace(source, dtype=_most_common_dtype(stored.values())), config)
+        _keep_in_fp32(model)
+        with transformers_errors(f"the weights in {place} cannot be converted"):
+            tensors = converted(model, stored, str(place))
+        found = _without_ignored(model, match(model, tensors, str(place)))
+        if strict:
+            refuse_incomplete(found, str(place), "Name the class that was saved as model_class, or say strict=False")
+        else:
+            _tell(found, place)
+        _take_generation_config(model, place)
+        yield model, found
+
+
+@contextmanager
+def _opened_tensors(source: ModelSource, config: Any) -> Iterator[tuple[dict[str, StoredTensor], Path]]:
+    """The tensors of a folder or file, and which it is."""
+    name = source.name or ""
+    if is_gguf(name):
+        with GgufFile(Path(name).expanduser()) as file:
+            yield llama_tensors(file), file.path
+        return
+    folder = resolve_folder(name, trust_remote_code=source.trust_remote_code)
     if getattr(config, "quantization_config", None):
         raise ConfigError(
             f"{folder} holds quantized weights: load the model with from_pretrained, and hand it to zo.offload"
         )
-    if as_saved and source.model_class is None:
-        source = replace(source, model_class=_class_named_in(config))
     with WeightsFolder(folder) as weights:
-        stored = weights.tensors()
-        with torch.device("meta"):
-            model = build_model(replace(source, dtype=_most_common_dtype(stored.values())), config)
-        _keep_in_fp32(model)
-        with transformers_errors(f"the weights in {folder} cannot be converted"):
-            tensors = converted(model, stored, str(folder))
-        found = _without_ignored(model, match(model, tensors, str(folder)))
-        if strict:
-            refuse_incomplete(found, str(folder), "Name the class that was saved as model_class, or say strict=False")
-        else:
-            _tell(found, folder)
-        _take_generation_config(model, folder)
-        yield model, found
+        yield weights.tensors(), folder
 
 
 def _class_named_in(config: Any) -> Any:
@@ -178,11 +197,11 @@ def _without_ignored(model: Any, weights: ModelWeights) -> ModelWeights:
     )
 
 
-def _tell(weights: ModelWeights, folder: Path) -> None:
+def _tell(weights: ModelWeights, place: Path) -> None:
     if weights.missing:
-        _log.warning("%s lacks weights, which are new: %s", folder, shortened(weights.missing))
+        _log.warning("%s lacks weights, which are new: %s", place, shortened(weights.missing))
     if weights.unexpected:
-        _log.warning("%s holds tensors that the model has no place for: %s", folder, shortened(weights.unexpected))
+        _log.warning("%s holds tensors that the model has no place for: %s", place, shortened(weights.unexpected))
 
 
 def _take_generation_config(model: Any, folder: Path) -> None:

@@ -7,7 +7,7 @@ import json
 from typing import Any, Protocol
 
 from zerooffload.errors import ConfigError
-from zerooffload.integrations.huggingface.models import resolve_folder, transformers_errors
+from zerooffload.integrations.huggingface.models import is_gguf, resolve_folder, transformers_errors
 
 BYTES = "bytes"
 """The name of the tokenizer that needs no files."""
@@ -79,6 +79,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
     """
     if name == BYTES:
         return ByteTokenizer()
+    if is_gguf(name):
+        raise ConfigError(f"the tokenizer in {name} is not read: name a folder, or {BYTES!r}, as [model] tokenizer")
     folder = resolve_folder(name, trust_remote_code=trust_remote_code)
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
         raise ConfigError(f"{folder} holds no tokenizer: name one, or {BYTES!r}, as the tokenizer of [model]")
