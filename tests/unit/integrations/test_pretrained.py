@@ -18,6 +18,7 @@ from torch import nn
 
 import zerooffload as zo
 from zerooffload import CheckpointError, ConfigError
+from zerooffload.integrations.huggingface.conversion import _with_prefix
 
 hf = pytest.importorskip("transformers")
 
@@ -324,3 +325,14 @@ def test_a_hostile_folder_is_named_and_nothing_is_made(
         zo.load_pretrained(folder, config(nvme))
     assert str(folder) in str(caught.value)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_without_a_mapping_names_differ_by_the_prefix_alone() -> None:
+    """Of transformers before 5."""
+    model = small_gpt2()
+    whole, base = model.state_dict(), model.transformer.state_dict()
+    for name in base:
+        assert _with_prefix(model, name, whole) == f"transformer.{name}"
+        assert _with_prefix(model.transformer, f"transformer.{name}", base) == name
+    assert _with_prefix(model, "lm_head.weight", whole) == "lm_head.weight"
+    assert _with_prefix(model, "other", whole) == "other"
