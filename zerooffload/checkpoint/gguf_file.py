@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from zerooffload.checkpoint.stored_tensor import StoredTensor
+from zerooffload.checkpoint.stored_tensor import StoredTensor, is_possible
 from zerooffload.errors import CheckpointError, ConfigError
 from zerooffload.formats import format_bytes, round_up
 
@@ -283,4 +283,6 @@ def _entry(cursor: _Cursor) -> _Entry:
     if num_dimensions > _MOST_DIMENSIONS:
         raise CheckpointError(f"{cursor.file.path}: tensor {name[:200]} has {num_dimensions} dimensions")
     lengths = [cursor.number("Q") for _ in range(num_dimensions)]
+    if not is_possible(lengths):
+        raise CheckpointError(f"{cursor.file.path}: tensor {name[:200]} has an impossible shape: {lengths}")
     return _Entry(name, tuple(reversed(lengths)), cursor.number("I"), cursor.number("Q"))

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import torch
 
-from zerooffload.checkpoint.stored_tensor import StoredTensor, read_whole
+from zerooffload.checkpoint.stored_tensor import StoredTensor, is_possible, read_whole
 from zerooffload.errors import CheckpointError
 from zerooffload.formats import format_bytes, round_up
 
@@ -286,6 +286,8 @@ def _entry(name: str, fields: Any, path: Path) -> TensorEntry:
             f"{path}: tensor {name[:200]} of shape {shape} and {dtype} cannot have {end - begin} bytes, it has"
             f" {entry.nbytes}"
         )
+    if not is_possible(entry.shape):
+        raise CheckpointError(f"{path}: tensor {name[:200]} has an impossible shape: {shape}")
     return entry
 
 

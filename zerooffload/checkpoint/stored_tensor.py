@@ -50,6 +50,11 @@ def read_whole(tensor: StoredTensor) -> torch.Tensor:
     return whole
 
 
+def is_possible(shape: Sequence[int]) -> bool:
+    """Whether torch has tensors of a shape: one without elements has strides, too."""
+    return math.prod(length or 1 for length in shape) < 1 << 63
+
+
 class Reshaped:
     """The same elements under another shape."""
 

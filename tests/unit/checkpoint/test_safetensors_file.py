@@ -72,6 +72,7 @@ def with_header(header: Any, data: bytes = b"") -> bytes:
         (with_header({"a": {**ENTRY, "shape": [3]}}, bytes(8)), "cannot have 8 bytes"),
         (with_header({"a": {**ENTRY, "shape": [1 << 62] * 64}}, bytes(8)), "cannot have 8 bytes"),
         (with_header({"a": {**ENTRY, "shape": [1] * 65}}, bytes(8)), "impossible"),
+        (with_header({"a": {**ENTRY, "shape": [0, 1 << 62, 1 << 62], "data_offsets": [0, 0]}}), "impossible"),
         (with_header({"a": {**ENTRY, "shape": [2.0]}}, bytes(8)), "impossible"),
         (with_header({"a": {**ENTRY, "shape": [True, 2]}}, bytes(8)), "impossible"),
         (with_header({"a": {**ENTRY, "dtype": "F8"}}, bytes(8)), "F8"),

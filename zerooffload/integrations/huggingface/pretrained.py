@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -161,8 +162,8 @@ def _most_common_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype:
     nbytes: dict[torch.dtype, int] = {}
     for tensor in tensors:
         if tensor.dtype.is_floating_point:
-            numel = torch.Size(tensor.shape).numel()
-            nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + numel * tensor.dtype.itemsize
+            own_nbytes = math.prod(tensor.shape) * tensor.dtype.itemsize
+            nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + own_nbytes
     return max(nbytes, key=lambda dtype: nbytes[dtype], default=torch.float32)
 
 
