@@ -84,6 +84,14 @@ def offload(
     CheckpointError
         If the weights cannot be read, or are not those of the model; it must not be used then.
     """
+    mesh = tensor_parallel_mesh(model)
+    if mesh is not None and weights is not None:
+        raise ConfigError("weights of a cut model cannot be read from a folder: load them before parallelize_module")
+    collectives = _collectives(process_group)
+    if mesh is not None:
+        collectives = _of_cuts(collectives, process_group, mesh)
+    if pipeline_group is not None:
+        collectives = _of_stages(collectives, process_group, mesh, pipeline_group)
 
     @contextmanager
     def opened() -> Iterator[tuple[M, ModelWeights | None]]:
@@ -95,26 +103,27 @@ def offload(
             refuse_incomplete(found, str(folder.path), "Save it with the names of the model's state_dict()")
             yield model, found
 
-    return offload_opened(opened, config, process_group, pipeline_group)
+    return _offload(opened, config, collectives)
 
 
 def offload_opened(
     open_model: Callable[[], AbstractContextManager[tuple[M, ModelWeights | None]]],
     config: OffloadConfig | None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
-    pipeline_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> M:
     """`offload` of a model that `open_model` makes, with the weights that can be read while it is open.
 
     If a rank cannot make it, all raise.
     """
+    return _offload(open_model, config, _collectives(process_group))
+
+
+def _offload(
+    open_model: Callable[[], AbstractContextManager[tuple[M, ModelWeights | None]]],
+    config: OffloadConfig | None,
+    collectives: Collectives,
+) -> M:
     config = config or OffloadConfig()
-    mesh = tensor_parallel_mesh(model)
-    collectives = _collectives(process_group)
-    if mesh is not None:
-        collectives = _of_cuts(collectives, process_group, mesh)
-    if pipeline_group is not None:
-        collectives = _of_stages(collectives, process_group, mesh, pipeline_group)
     env = environment(config, default_accelerator(), collectives)
     with ExitStack() as stack:
         model, weights = agree(collectives, lambda: stack.enter_context(open_model()), "opening the model")

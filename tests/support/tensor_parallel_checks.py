@@ -254,6 +254,7 @@ def refused(_rank: int, _world_size: int) -> dict[str, str]:
         "meta": said(parallelize_module(on_meta, row, {"head": ColwiseParallel()})),
         "subclass": said(of_tensor(DTensor.from_local(TwoTensor(ones, ones), row, [Shard(0)]))),
         "compiled": said(compiled),
+        "weights": said(cut(), weights="folder"),
         "hook": said(hooked, zo.OffloadConfig(compute_dtype="bf16")),
         "activations": said_in_training("distributed activations", micro_batch_size=2),
         "sliced loss": error_of(lambda: zo.sliced_loss(cut().head, nn.functional.cross_entropy)),

@@ -61,7 +61,7 @@ def sizes_of_records(environment: Environment, **config: Any) -> set[int]:
         assert residence is not None
         training = residence.part.training
         assert training is not None
-        param, record = residence.part.home.layout, training.optimizer.layout
-        sizes |= {2 * param.file_nbytes(chunk) + record.file_nbytes(chunk) for chunk in param.chunks}
+        values, record = residence.part.home.layout, training.optimizer.layout
+        sizes |= {2 * values.file_nbytes(chunk) + record.file_nbytes(chunk) for chunk in values.chunks}
     zo.close(model)
     return sizes
