@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zerooffload.config import TierName
 from zerooffload.errors import ConfigError
 from zerooffload.optim.kernels import Kernels
 from zerooffload.optim.optimizer import ScalarsOf
@@ -30,6 +31,7 @@ from zerooffload.runtime.gradients import GradientPath
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.kept_steps import KeptSteps
 from zerooffload.runtime.landing import Landing
+from zerooffload.runtime.logical_states import LogicalStates, StateChunk
 from zerooffload.runtime.param_access import ParamAccess
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
@@ -306,6 +308,21 @@ class Run:
             residence = residence_of(param)
             if residence is not None:
                 self._gradients.discard(residence.part, residence.slot_index)
+
+    def logical_states(self, chunks: Sequence[StateChunk], states: Collection[str] | None = None) -> LogicalStates:
+        """A way to read and write state chunks as they are after the last step; see `LogicalStates`.
+
+        Raises
+        ------
+        BudgetError
+            If the host has no room for what is under way.
+        TierIOError
+            If a hidden update failed.
+        """
+        self._check_usable()
+        self._updates.drop_ahead()
+        self._updates.wait_idle()
+        return LogicalStates(chunks, self._resources.budgets[TierName.HOST], self._parts, states=states)
 
     def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
         """See `OptimizerRun`."""
