@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import xxhash
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from zerooffload.errors import CheckpointError
+from zerooffload.journal.sealed import read_sealed, seal
 
 MANIFEST_FILE = "manifest.json"
 FORMAT_NAME = "zerooffload-nvme"
@@ -101,9 +99,8 @@ class Manifest:
         return uuid.UUID(self.run).bytes
 
     def encode(self) -> bytes:
-        """Two lines: the JSON, and its checksum."""
-        line = json.dumps(asdict(self), separators=(",", ":")).encode()
-        return line + b"\nxxh3-64 " + xxhash.xxh3_64_hexdigest(line).encode() + b"\n"
+        """The bytes of the file."""
+        return seal(asdict(self))
 
     def without_places(self) -> Manifest:
         """What must be equal for a run to be continued."""
@@ -124,25 +121,11 @@ def read_manifest(path: Path) -> Manifest:
     CheckpointError
         If it is not one, of another format, or damaged.
     """
+    fields = read_sealed(path, FORMAT_NAME, FORMAT_VERSION)
     try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    line, _, rest = content.partition(b"\n")
-    if rest != b"xxh3-64 " + xxhash.xxh3_64_hexdigest(line).encode() + b"\n":
-        raise CheckpointError(f"{path} is damaged: the checksum is wrong")
-    try:
-        fields: Any = json.loads(line)
-        if not isinstance(fields, dict) or fields.get("format") != FORMAT_NAME:
-            raise CheckpointError(f"{path} is no manifest of zerooffload's")
-        if fields.get("version") != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path} has format version {fields.get('version')}, this zerooffload reads {FORMAT_VERSION}:"
-                " use the version that wrote it"
-            )
         manifest = _ADAPTER.validate_python(fields)
         uuid.UUID(manifest.run)
-    except (ValueError, ValidationError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     return manifest
 

@@ -12,6 +12,7 @@ import torch
 
 from zerooffload.accelerator import populated_pages
 from zerooffload.aio import Engine, OpenFile
+from zerooffload.aio.durable_names import flush_directory, write_durably
 from zerooffload.aio.files import create_file, open_file, reserve_space
 from zerooffload.errors import TierIOError
 from zerooffload.formats import KIB, round_up
@@ -74,7 +75,7 @@ class Journal:
                 if is_new:
                     reserve_space(self._files[-1], self._buffer.numel())
                 elif not is_there:
-                    _flush_directory(path.parent)
+                    flush_directory(path.parent)
         except BaseException:
             self.close()
             if is_new:
@@ -97,7 +98,7 @@ class Journal:
             # A manifest must not be there without what it names.
             _flush_names(directory)
         for path, directory in reversed(list(enumerate(self._directories))):
-            _write_durably(directory / MANIFEST_FILE, replace(manifest, path=path).encode())
+            write_durably(directory / MANIFEST_FILE, replace(manifest, path=path).encode())
 
     def flush_states(self) -> None:
         """Make every write of states that is done durable.
@@ -180,37 +181,10 @@ def forget_run(directories: Sequence[Path]) -> None:
                 path.unlink(missing_ok=True)
             except OSError as error:
                 raise TierIOError("remove", path, error.errno or 0) from error
-        _flush_directory(paths[0].parent)
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    """A file that is there whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(fd, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(fd)
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise TierIOError("write", path, error.errno or 0) from error
-    _flush_directory(path.parent)
+        flush_directory(paths[0].parent)
 
 
 def _flush_names(directory: Path) -> None:
     """Make a rank's directory durable, and the names in it: it and its parent may just have been made."""
     for folder in (directory, *directory.parents[:2]):
-        _flush_directory(folder)
-
-
-def _flush_directory(directory: Path) -> None:
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        raise TierIOError("flush", directory, error.errno or 0) from error
+        flush_directory(folder)
