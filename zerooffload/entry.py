@@ -22,6 +22,7 @@ from zerooffload.runtime.build import Environment, build_run, environment, move_
 from zerooffload.runtime.ordinary_calls import make_ordinary_calls_right
 from zerooffload.runtime.param_access import units_of
 from zerooffload.runtime.run import Run
+from zerooffload.runtime.saving import SaveTicket
 from zerooffload.runtime.sliced_loss import SlicedLoss
 from zerooffload.sharding.collectives import (
     Collectives,
@@ -282,6 +283,87 @@ def resume(model: nn.Module, *optimizers: torch.optim.Optimizer) -> int:
     return _run_of(model.parameters()).resume(optimizers)
 
 
+def save(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    extra: Any = None,
+    *,
+    blocking: bool = True,
+    keep_last: int | None = None,
+) -> SaveTicket:
+    """Save a checkpoint: every state, what is tracked, random states, and `extra`. Collective.
+
+        zo.save("checkpoints", model, optimizer, extra={"epoch": 3}, keep_last=2)
+
+    It is a folder of its own in `directory`, there whole or not at all, which `zo.load` reads into any number of ranks
+    and any placement. Call it between steps: what belongs to a step is saved as it is now; gradients are not.
+
+    Parameters
+    ----------
+    directory : path
+        Made if it is not there; all ranks must see the same one.
+    optimizer : Optimizer or sequence of them
+        All optimizers of the model, in the order in which they were made.
+    extra : Any
+        Numbers, texts, bytes, None, lists, tuples, dictionaries, small tensors and numpy arrays; of each rank.
+    blocking : bool
+        Return when the checkpoint is there. With False, training goes on meanwhile: what is saved is as it is now all
+        the same. A later save, `zo.load` and `zo.close` wait until it is done.
+    keep_last : int, optional
+        Afterwards, remove the oldest checkpoints in `directory`, but for so many.
+
+    Returns
+    -------
+    SaveTicket
+        `wait()` returns when the checkpoint is there, and raises what went wrong; `done()` asks; `path` is its folder.
+
+    Raises
+    ------
+    ConfigError
+        If the model is not offloaded, the directory cannot be used, or `extra` or what is tracked cannot be saved.
+    BudgetError
+        If the host's budget has no room for what is on its way to the files.
+    TierIOError
+        If a file cannot be written.
+    """
+    if keep_last is not None and keep_last < 1:
+        raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
+    run = _run_of(model.parameters())
+    return run.save(Path(directory), _as_list(optimizer), extra, keep_last=keep_last, blocking=blocking)
+
+
+def load(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> Any:
+    """Go on from a checkpoint of `zo.save`: the newest one in `directory`, or the one that is that folder. Collective.
+
+        extra = zo.load("checkpoints", model, optimizer)
+
+    Call it after `offload`, the making of the optimizer and `track`. Every byte is compared with its checksum. Another
+    number of ranks, stage, placement or cut into units changes no bit of a state; another compute dtype or format of
+    moments converts it. Of what each rank had for itself, a rank gets that of the rank with its number, else of rank 0.
+
+    Returns
+    -------
+    Any
+        What was given as `extra`.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no checkpoint, it is damaged, or of another model. If it says so while states are written, the run
+        cannot go on.
+    ConfigError
+        If the model is in use, or the optimizers or what is tracked are others.
+    BudgetError
+        If the host's budget has no room for what is on its way from the files.
+    """
+    return _run_of(model.parameters()).load(Path(directory), _as_list(optimizer))
+
+
 def sliced_loss(
     head: nn.Module, loss_fn: Callable[..., torch.Tensor], *, micro_batch_size: int | None = None
 ) -> SlicedLoss:
@@ -434,6 +516,12 @@ def close(model: nn.Module) -> None:
     run = _find_run(model.parameters())
     if run is not None:
         run.close()
+
+
+def _as_list(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> list[torch.optim.Optimizer]:
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
 def _run_of(params: Iterable[torch.Tensor]) -> Run:

@@ -10,6 +10,7 @@ import ast
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,9 @@ from support.small_models import VOCABULARY, batch
 from torch import nn
 
 import zerooffload
+import zerooffload as zo
 from zerooffload.errors import ZeroOffloadError
+from zerooffload.sharding.registry import residence_of
 from zerooffload.telemetry import Wait, Waits
 
 if TYPE_CHECKING:
@@ -41,6 +44,15 @@ def edit_then_use(model: nn.Module, step: int) -> list[float]:
         for block in model.get_submodule("model.layers"):
             with whole(block):
                 block.mlp.down_proj.weight.mul_(1.0 + step / 8)
+    return []
+
+
+def reload(model: nn.Module, _step: int) -> list[float]:
+    """What is loaded again is what was saved."""
+    if residence_of(next(model.parameters())) is not None:
+        with TemporaryDirectory() as folder:
+            zo.save(folder, model, [])
+            zo.load(folder, model, [])
     return []
 
 
@@ -72,6 +84,7 @@ def gradient_for_nothing(model: nn.Module, step: int) -> list[float]:
 
 LLAMA = Recipe(num_steps=3)
 EDITED = Recipe(num_steps=3, between=edit_then_use)
+RELOADED = Recipe(num_steps=2, between=reload)
 EDITED_BF16 = Recipe(num_steps=3, between=edit_then_use, compute_dtype="bf16")
 MATRIX = Recipe(num_steps=3, build=one_matrix, loss=matrix_loss)
 # As many backwards that a late write of one that was thrown away meets a gradient that is read again.
@@ -94,6 +107,11 @@ class Case:
     recipe: Recipe = LLAMA
     update: str = "after_backward"
     activations: str = "keep"
+
+    @property
+    def on_files(self) -> bool:
+        """Whether the drive's content is to be found by others."""
+        return self.recipe is RELOADED
 
 
 NVME: Homes = ("nvme", "nvme", "nvme")
@@ -138,6 +156,11 @@ CASES: dict[tuple[str, Wait], list[Case]] = {
     ],
     ("stream.finish_first", Wait.STATE_READ): [Case(("host", "nvme", "host"), on_device=False), Case(NVME)],
     ("slot_access.record", Wait.STATE_READ): [Case(NVME, recipe=EDITED), Case(NVME, on_device=False, recipe=EDITED)],
+    ("logical_states.views", Wait.STATE_READ): [
+        Case(NVME, recipe=RELOADED),
+        Case(NVME, on_device=False, recipe=RELOADED),
+        Case(("device", "device", "nvme"), recipe=RELOADED),
+    ],
     ("update_queue._land_first", Wait.STATE_WRITE): [Case(NVME)],
     ("staging.drain", Wait.STATE_WRITE): [Case(("host", "nvme", "host"), on_device=False), Case(NVME)],
     ("slot_access.record", Wait.STATE_WRITE): [Case(NVME, on_device=False, recipe=EDITED)],
@@ -163,6 +186,7 @@ NEVER_BEHIND = "the simulated device's compute is never behind: see test_release
 COVERED: dict[tuple[str, Wait], tuple[str, Case | None]] = {
     ("device_tier.leave", Wait.STATE_COPY): (NEVER_BEHIND, None),
     ("device_tier.come_back", Wait.STATE_COPY): (NEVER_BEHIND, None),
+    ("snapshots.before_change", Wait.SNAPSHOT): (f"{BY_CHANCE} test_snapshots.py", None),
     ("stream._bring", Wait.GRADIENT_WRITE): (f"{BY_CHANCE} test_update_queue.py", None),
     ("update_queue._wait_for", Wait.UPDATE): (f"{BY_CHANCE} test_update_queue.py", None),
     ("copy_down.finish", Wait.GRADIENT_LANDING): (f"{BY_CHANCE} test_copy_down.py", None),
@@ -271,9 +295,9 @@ def run(
     config["activations"] = case.activations
     with ExitStack() as stack:
         if case.on_device:
-            environment = stack.enter_context(simulated(make_waits=make_waits))
+            environment = stack.enter_context(simulated(make_waits=make_waits, on_files=case.on_files))
         else:
-            environment = cpu_with_simulated_drive(make_waits=make_waits)
+            environment = cpu_with_simulated_drive(make_waits=make_waits, on_files=case.on_files)
         if case.activations == "keep" and (case.on_device or "nvme" in case.homes[0] + case.homes[2]):
             config["device_memory"] = least_memory(case.recipe, environment, "device_memory", **config)
         try:

@@ -45,6 +45,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+STORED_DTYPES = frozenset(_NAMES)
 _METADATA = "__metadata__"
 
 
@@ -165,6 +166,16 @@ class SafetensorsFile:
                 f" {first} on as {target.dtype}"
             )
         self._read_bytes(self._data_start + entry.start + first * entry.dtype.itemsize, target, f"tensor {name}")
+
+    def read_data(self, offset_bytes: int, target: torch.Tensor) -> None:
+        """Read bytes of the data, whatever tensors they belong to, into host memory, uint8 1D.
+
+        Raises
+        ------
+        CheckpointError
+            If the file lacks them, or cannot be read.
+        """
+        self._read_bytes(self._data_start + offset_bytes, target, f"bytes from {offset_bytes} on")
 
     def read_whole(self, name: str) -> torch.Tensor:
         """A tensor in memory of its own."""

@@ -100,9 +100,20 @@ class StreamedUpdate:
     ----------
     kernels : Mapping[Space, Kernels]
         The arithmetic for each space.
+    before_change : callable
+        Returns when a chunk of a block may be changed.
     """
 
-    def __init__(self, kernels: dict[Space, Kernels], ring: StagingRing, waits: Waits, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        kernels: dict[Space, Kernels],
+        ring: StagingRing,
+        waits: Waits,
+        recorder: Recorder,
+        *,
+        before_change: Callable[[Block, int], None] = lambda _block, _chunk: None,
+    ) -> None:
+        self._before_change = before_change
         self._kernels = kernels
         self._ring = ring
         self._waits = waits
@@ -132,6 +143,7 @@ class StreamedUpdate:
         TierIOError
             If a transfer could not be begun, or an earlier one of the slot's has failed.
         """
+        self._before_change(update.param, update.chunk)
         staged = _Staged(update, update.space, urgency)
         try:
             for block, is_updated in ((update.param, True), (update.optimizer, True), (update.gradient, False)):

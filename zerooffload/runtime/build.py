@@ -77,7 +77,7 @@ class Environment:
     ----------
     accelerator : Accelerator
     open_engine : callable
-        Makes the I/O engine; called only where a state lives on nvme.
+        Makes the I/O engine; called only where a state lives on nvme, and for checkpoints.
     make_waits : callable
         Makes the `Waits` for a recorder.
     kernels : Kernels
@@ -108,7 +108,7 @@ def environment(config: OffloadConfig, accelerator: Accelerator, collectives: Co
         )
     return Environment(
         accelerator=accelerator,
-        open_engine=lambda: choose_engine(config.io_engine, config.nvme_paths[0]).engine,
+        open_engine=lambda: choose_engine(config.io_engine, next(iter(config.nvme_paths), None)).engine,
         kernels=host_kernels(config.threads),
         collectives=collectives,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +104,20 @@ class KeptSteps:
         self._unresumed = None
         self._random_at_forward = record.state.get("random_at_forward")
         return record.step
+
+    def take_over(self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """What belongs to the run beside its states is as a checkpoint says, which is loaded next.
+
+        Raises
+        ------
+        ConfigError
+            If other objects are tracked now, or the optimizers have other groups.
+        """
+        if self._resources.commits is not None:
+            # The step before is one of what was trained.
+            self._resources.commits.settle()
+        self.tracking.put_back(state, optimizers)
+        self._random_at_forward = None
 
     def check_resumed(self) -> None:
         """See that values are this run's: one that its directory holds is neither shown nor lost.

@@ -270,7 +270,7 @@ class LogicalStates:
                 self._ring.release(reading.slot, leaving)
 
     def finish(self) -> None:
-        """Return when everything that was written is home, for compute too.
+        """Return when everything that was written is home.
 
         Raises
         ------
@@ -278,8 +278,6 @@ class LogicalStates:
             If something could not be written.
         """
         self._ring.drain(self._parts.waits)
-        accelerator = self._parts.accelerator
-        self._parts.waits.order(Wait.STATE_COPY, accelerator.compute, accelerator.record(accelerator.copy_in))
 
     def _write_copy(self, reading: ChunkReading, mirror: Block, record: torch.Tensor) -> Waitable:
         copy = self._take(reading, mirror)

@@ -21,6 +21,7 @@ from zerooffload.runtime.gradients import GradientPath
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
 from zerooffload.runtime.slot_access import SlotAccess, bits, join_pieces, own_piece
+from zerooffload.runtime.snapshots import Snapshots
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.layout import Slot
@@ -49,8 +50,10 @@ class ParamAccess:
         parts: Parts,
         rule: Rule,
         updates: UpdateQueue,
+        snapshots: Snapshots,
         ended_half_way: Callable[[BaseException], None],
     ) -> None:
+        self._snapshots = snapshots
         self._ended_half_way = ended_half_way
         self._num_open = 0
         self._updates = updates
@@ -60,7 +63,7 @@ class ParamAccess:
         self._collectives = collectives
         self._resources = resources
         self._host = resources.budgets[TierName.HOST]
-        self._slots = SlotAccess(resources.ring, parts, residency.settle, updates)
+        self._slots = SlotAccess(resources.ring, parts, residency.settle, updates, snapshots.before_change)
         self._whole_gradients = GradientAccess(self._slots, collectives, gradients, self.lease_copies)
 
     @property
@@ -85,6 +88,8 @@ class ParamAccess:
             self._residency.require(units)
             # An edit must not be taken for what was gathered.
             self._residency.wait_for_copies(units)
+            # Others are edited in their ranges, and taken home from there.
+            self._snapshots.before_edit(part for unit in units for part in unit.parts if part.range is None)
             copies = [stack.enter_context(self._copy(part)) for unit in units for part in unit.parts]
             if grads:
                 stack.enter_context(self._whole_gradients.shown(units, writeback=writeback))

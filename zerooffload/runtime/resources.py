@@ -30,6 +30,7 @@ from zerooffload.tiers import DeviceTier, NvmeTier, StagingRing, Tier, Transfers
 
 if TYPE_CHECKING:
     from zerooffload.runtime.activations import ActivationStore
+    from zerooffload.runtime.saving import Saver
 
 _log = logging.getLogger("zerooffload")
 
@@ -124,6 +125,10 @@ class Resources:
         Of the update, of parameters on their way to the device, and of gradients.
     nvme : NvmeTier or None
         The tier of that name.
+    open_engine : callable
+        Makes an engine for files elsewhere.
+    saver : Saver or None
+        Set by the run that takes these. A save that is under way is finished before anything is given back.
     landing : Landing or None
         Set by the run that takes these. Ended first: it uses a ring.
     updates : UpdateQueue or None
@@ -145,6 +150,8 @@ class Resources:
         storage: Storage | None,
     ) -> None:
         self.plan = plan
+        self.open_engine = drive.open_engine
+        self.saver: Saver | None = None
         self.nvme: NvmeTier | None = None
         self.landing: Landing | None = None
         self.updates: UpdateQueue | None = None
@@ -273,6 +280,9 @@ class Resources:
         ZeroOffloadError
             If the last step could not be committed; everything is given back all the same.
         """
+        saver, self.saver = self.saver, None
+        if saver is not None:
+            saver.finish()
         landing, self.landing = self.landing, None
         updates, self.updates = self.updates, None
         commits, self.commits = self.commits, None

@@ -9,14 +9,18 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zerooffload.checkpoint.manifest import RunEntry
 from zerooffload.config import TierName
-from zerooffload.errors import ConfigError
+from zerooffload.errors import CheckpointError, ConfigError
+from zerooffload.journal.values import from_json, to_json
 from zerooffload.optim.kernels import Kernels
 from zerooffload.optim.optimizer import ScalarsOf
 from zerooffload.optim.record import OptimizerStates
@@ -31,16 +35,19 @@ from zerooffload.runtime.gradients import GradientPath
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.kept_steps import KeptSteps
 from zerooffload.runtime.landing import Landing
+from zerooffload.runtime.loading import Loading
 from zerooffload.runtime.logical_states import LogicalStates, StateChunk
 from zerooffload.runtime.param_access import ParamAccess
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
+from zerooffload.runtime.saving import Contents, Saver, SaveTicket
 from zerooffload.runtime.schedule import Owner, Schedule
+from zerooffload.runtime.snapshots import Snapshots
 from zerooffload.runtime.update import plan_update
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.runtime.updating import UpdatePolicy, Updating
 from zerooffload.runtime.watching import watched
-from zerooffload.sharding.collectives import Collectives
+from zerooffload.sharding.collectives import Collectives, agree, gather_from_all
 from zerooffload.sharding.registry import Residence, forget, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 from zerooffload.telemetry import Listener, StepReport, Work, process_peak_bytes
@@ -95,7 +102,10 @@ class Run:
         self._handles: list[RemovableHandle] = []
         self._at_close: list[Callable[[], None]] = []
         by_space = {Space.HOST: kernels[0], Space.DEVICE: kernels[1]}
-        stream = StreamedUpdate(by_space, resources.ring, parts.waits, parts.recorder)
+        self._snapshots = snapshots = Snapshots(parts.waits)
+        stream = StreamedUpdate(
+            by_space, resources.ring, parts.waits, parts.recorder, before_change=snapshots.before_change
+        )
         self._landing = Landing(
             shares_host_memory=parts.accelerator.shares_host_memory,
             host_kernels=kernels[0],
@@ -139,8 +149,13 @@ class Run:
             parts=parts,
             rule=RULES[states.algorithm],
             updates=self._updates,
-            ended_half_way=self._edit_ended_half_way,
+            snapshots=snapshots,
+            ended_half_way=partial(self._ended_half_way, "an edit"),
         )
+        self._saver = Saver(
+            self.units, states, resources=resources, parts=parts, collectives=collectives, snapshots=snapshots
+        )
+        resources.saver = self._saver
         self._baseline_bytes = baseline_bytes
         self._num_steps = 0
         self._step_began = time.perf_counter()
@@ -169,6 +184,77 @@ class Run:
         self._check_alive()
         self._num_steps = self.kept.resume(optimizers, self._num_steps)
         return self._num_steps
+
+    def save(
+        self,
+        directory: Path,
+        optimizers: Sequence[torch.optim.Optimizer],
+        extra: Any,
+        *,
+        keep_last: int | None,
+        blocking: bool,
+    ) -> SaveTicket:
+        """See `zo.save`."""
+        self._check_usable()
+        if self.access.is_open:
+            raise ConfigError("parameters may be edited inside of zo.full_params: call zo.save outside of it")
+        self._updates.drop_ahead()
+        if blocking:
+            self._updates.finish()
+        state = RunEntry(**self.kept.tracking.now(optimizers))
+        contents = Contents(self._num_steps, state, to_json(extra, "extra"))
+        hidden = self._updates.hidden_jobs()
+        return self._saver.save(directory, contents, hidden, keep_last=keep_last, blocking=blocking)
+
+    def load(self, directory: Path, optimizers: Sequence[torch.optim.Optimizer]) -> Any:
+        """See `zo.load`."""
+        self._check_usable()
+        self._schedule.recover()
+        if self._schedule.is_under_way or self.access.is_open:
+            raise ConfigError("the model is in use: call zo.load outside of its forward and of zo.full_params")
+        self._saver.finish()
+        self._updates.drop_ahead()
+        self._updates.wait_idle()
+        self._gradients.drain()
+        self._residency.send_home()
+        with self._loading(directory) as loading:
+            agree(self._collectives, lambda: self._take_over(loading, optimizers), "loading a checkpoint")
+            try:
+                agree(self._collectives, loading.fill, "loading a checkpoint")
+            except BaseException as error:
+                self._ended_half_way("a load", error)
+                raise
+            extra = from_json(loading.manifest.extra)
+            self._num_steps = loading.manifest.step
+        params = [param for unit in self.units for param in unit.parameters()]
+        for param in params:
+            param.grad = None
+        self.discard_gradients(params)
+        return extra
+
+    def _loading(self, directory: Path) -> Loading:
+        """On every rank or on none. Collective."""
+        ranks = gather_from_all(self._collectives, self.global_rank)
+        made: list[Loading] = []
+
+        def make() -> None:
+            rank = ranks.index(self.global_rank)
+            resources, parts = self._resources, self._parts
+            made.append(Loading(directory, rank, self.units, self._states, resources=resources, parts=parts))
+
+        try:
+            agree(self._collectives, make, "loading a checkpoint")
+        except BaseException:
+            for loading in made:
+                loading.close()
+            raise
+        return made[0]
+
+    def _take_over(self, loading: Loading, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        try:
+            self.kept.take_over(loading.run_state, optimizers)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"what the checkpoint holds beside the states cannot be put back: {error}") from error
 
     def _moments(self) -> Owner:
         updating = self._updating
@@ -237,8 +323,8 @@ class Run:
         self._failure = error
         self.kept.update_failed()
 
-    def _edit_ended_half_way(self, error: BaseException) -> None:
-        self._failure, self._what_failed = error, "an edit"
+    def _ended_half_way(self, what: str, error: BaseException) -> None:
+        self._failure, self._what_failed = error, what
         self.kept.edit_failed(error)
 
     def release_device(self) -> None:
@@ -301,7 +387,7 @@ class Run:
         self._updating.step_is_over(was_skipped=True)
         self._make_report()
 
-    def discard_gradients(self, params: Iterable[nn.Parameter]) -> None:
+    def discard_gradients(self, params: Iterable[torch.Tensor]) -> None:
         """See `OptimizerRun`."""
         self.backwards.discarded()
         for param in params:

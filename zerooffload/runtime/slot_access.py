@@ -26,6 +26,8 @@ class SlotAccess:
         Sees to it that a slot of the ring is free.
     updates : UpdateQueue
         Nothing of it is under way while a record is in use here.
+    before_change : callable
+        Returns when a chunk of a block may be changed.
 
     Attributes
     ----------
@@ -34,8 +36,14 @@ class SlotAccess:
     """
 
     def __init__(
-        self, ring: StagingRing, parts: Parts, wait_for_room: Callable[[], None], updates: UpdateQueue
+        self,
+        ring: StagingRing,
+        parts: Parts,
+        wait_for_room: Callable[[], None],
+        updates: UpdateQueue,
+        before_change: Callable[[Block, int], None],
     ) -> None:
+        self._before_change = before_change
         self._ring = ring
         self._parts = parts
         self._wait_for_room = wait_for_room
@@ -70,6 +78,8 @@ class SlotAccess:
         if update:
             self._updates.drop_ahead()
         self._updates.wait_idle()
+        if update:
+            self._before_change(block, chunk)
         record = block.view(Space.HOST, chunk)
         if record is not None:
             self.num_changed += update

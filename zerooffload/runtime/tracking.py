@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -71,15 +71,27 @@ class Tracking:
 
     def at_forward(self) -> dict[str, Any]:
         """What is taken when the next training forward begins: a JSON value."""
-        settings = [_settings(optimizer) for optimizer in self.optimizers()]
-        return {"schedules": self._states(is_schedule=True), "optimizers": settings}
+        return {"schedules": self._states(is_schedule=True), **_all_settings(self.optimizers())}
+
+    def now(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """Everything as it is now, with the settings of these optimizers: a JSON value.
+
+        Raises
+        ------
+        ConfigError
+            If one is not this run's.
+        """
+        known = self.optimizers()
+        if not all(any(optimizer is one for one in known) for optimizer in optimizers):
+            raise ConfigError("an optimizer has none of this model's parameters: give those that train it")
+        return {**self.at_step(), **self.at_forward(), **_all_settings(optimizers)}
 
     def random_at_forward(self) -> dict[str, Any]:
         """Random states at that moment: a JSON value."""
         return {"random_at_forward": self._random_states()}
 
     def put_back(self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Let everything be as it was recorded.
+        """Let everything be as it was recorded; random states if there are any.
 
         Raises
         ------
@@ -90,7 +102,7 @@ class Tracking:
         missing = recorded.keys() - self._objects.keys()
         if missing:
             raise ConfigError(
-                f"the run tracked {', '.join(sorted(missing))}: give the same objects to zo.track before zo.resume"
+                f"the run tracked {', '.join(sorted(missing))}: give the same objects to zo.track before it goes on"
             )
         new = self._objects.keys() - recorded.keys()
         if new:
@@ -98,7 +110,8 @@ class Tracking:
         self._put_back_settings(state["optimizers"], optimizers)
         for name, value in recorded.items():
             self._objects[name].load_state_dict(from_json(value))
-        self.put_back_random(state["random"])
+        if "random" in state:
+            self.put_back_random(state["random"])
 
     def put_back_random(self, states: Mapping[str, Any]) -> None:
         """Let random numbers go on as they would have."""
@@ -129,7 +142,7 @@ class Tracking:
     def _put_back_settings(self, recorded: list[Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if len(recorded) != len(optimizers):
             raise ConfigError(
-                f"the run had {len(recorded)} optimizer(s), zo.resume got {len(optimizers)}: give all of them, in the"
+                f"the run had {len(recorded)} optimizer(s), now there are {len(optimizers)}: give all of them, in the"
                 " order in which they were made"
             )
         for optimizer, settings in zip(optimizers, recorded, strict=True):
@@ -143,6 +156,10 @@ class Tracking:
                 if group.keys() - {"params", "param_names"} != values.keys():
                     raise CheckpointError(f"the optimizer had the settings {', '.join(values)}: it is another one now")
                 group.update(values)
+
+
+def _all_settings(optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Any]:
+    return {"optimizers": [_settings(optimizer) for optimizer in optimizers]}
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> Any:

@@ -175,6 +175,10 @@ class UpdateQueue:
         """All hidden jobs that nobody has waited for."""
         return Jobs(self._hidden.values())
 
+    def hidden_jobs(self) -> dict[UnitFlat, UpdateJob]:
+        """All hidden jobs that nobody has waited for, by flat."""
+        return dict(self._hidden)
+
     def has_parameters(self, parts: Iterable[UnitFlat]) -> bool:
         """Whether `wait_for_parameters` would return at once, and well."""
         return all(self._unseen[part].param.is_well for part in parts if part in self._unseen)

@@ -30,6 +30,11 @@ class ParamSpec:
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, the first one first."""
+        return (self.name, *self.aliases)
+
     @cached_property
     def numel(self) -> int:
         """Elements."""

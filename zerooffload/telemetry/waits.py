@@ -62,6 +62,8 @@ class Wait(StrEnum):
     """Whoever uses a unit, until its hidden update is done."""
     COMMIT = "commit"
     """Whoever writes to a slot again, until the step before is committed on every rank."""
+    SNAPSHOT = "snapshot"
+    """Whoever changes a state, until a save that goes on beside the training has read it."""
 
 
 class Waitable(Protocol):

@@ -144,7 +144,7 @@ def test_other_objects_than_the_run_had(tracking: Tracking) -> None:
 def test_other_optimizers_than_the_run_had(tracking: Tracking, optimizer: torch.optim.Optimizer) -> None:
     tracking.take_optimizer(optimizer)
     state = taken(tracking)
-    with pytest.raises(ConfigError, match=r"had 1 optimizer\(s\), zo.resume got 0"):
+    with pytest.raises(ConfigError, match=r"had 1 optimizer\(s\), now there are 0"):
         tracking.put_back(state, [])
     params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
     groups = torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:]}])

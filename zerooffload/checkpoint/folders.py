@@ -1,0 +1,178 @@
+"""The checkpoints of a directory: how they are named, committed, found again and removed.
+
+[Note: a checkpoint is committed by its name]
+A save writes into `.save-<number>-step-<step>.part`. When every rank's files are durable, rank 0 renames it, which is
+all that it takes to be a checkpoint: whatever ends a save before leaves the ones that were there, and a part that the
+next save removes. Numbers count saves, so the newest is known even where training went back to an earlier step, and no
+checkpoint ever takes the place of another.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from zerooffload.aio.durable_names import flush_directory
+from zerooffload.checkpoint.manifest import manifest_name
+from zerooffload.errors import CheckpointError, ConfigError, TierIOError
+
+_log = logging.getLogger("zerooffload")
+
+_CHECKPOINT = re.compile(r"save-(\d{8})-step-(\d{8})")
+_PART = re.compile(r"\.save-(\d{8})-step-(\d{8})\.part")
+_OUR_FILE = re.compile(r"\.?rank-\d{5,}\.json(\.part)?|[a-z][a-z0-9_]*-\d{5,}-of-\d{5,}\.safetensors")
+
+
+@dataclass(frozen=True)
+class CheckpointName:
+    """Of the `number`-th save in a directory, after `step` steps."""
+
+    number: int
+    step: int
+
+    @property
+    def final(self) -> str:
+        """Of the folder of a checkpoint."""
+        return f"save-{self.number:08d}-step-{self.step:08d}"
+
+    @property
+    def part(self) -> str:
+        """Of the folder while it is written, or removed."""
+        return f".{self.final}.part"
+
+
+def find_checkpoint(directory: Path) -> Path:
+    """The folder itself if it is a checkpoint, else the newest one in it.
+
+    Raises
+    ------
+    CheckpointError
+        If there is none.
+    """
+    if (directory / manifest_name(0)).exists():
+        return directory
+    found = list_checkpoints(directory)
+    if not found:
+        raise CheckpointError(f"{directory} holds no checkpoint: name the directory that was given to zo.save")
+    return directory / found[-1].final
+
+
+def list_checkpoints(directory: Path) -> list[CheckpointName]:
+    """Those in a directory, oldest first."""
+    return _names(directory, _CHECKPOINT)
+
+
+class PartFolder:
+    """The folder that a save writes to, made and held by rank 0: no other save takes it for a leftover.
+
+    Attributes
+    ----------
+    path : pathlib.Path
+    name : CheckpointName
+
+    Raises
+    ------
+    ConfigError
+        If the directory cannot be used.
+    """
+
+    def __init__(self, directory: Path, step: int) -> None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(directory)
+            numbers = [name.number for name in (*list_checkpoints(directory), *_names(directory, _PART))]
+            self._directory = directory
+            self.name = CheckpointName(max(numbers, default=0) + 1, step)
+            self.path = directory / self.name.part
+            self.path.mkdir(mode=0o700)
+            self._fd = _lock(self.path)
+        except OSError as error:
+            raise ConfigError(f"checkpoints cannot be saved in {directory}: {error.strerror}") from error
+
+    def commit(self) -> Path:
+        """Let it be a checkpoint, for good; its folder.
+
+        Raises
+        ------
+        TierIOError
+            If that fails: it may be one or not.
+        """
+        final = self._directory / self.name.final
+        flush_directory(self.path)
+        try:
+            self.path.rename(final)
+        except OSError as error:
+            raise TierIOError("rename", self.path, error.errno or 0) from error
+        flush_directory(self._directory)
+        self.close()
+        return final
+
+    def keep_last(self, number: int) -> None:
+        """Remove the oldest checkpoints of the directory, but for so many. What cannot be removed is told about."""
+        for name in list_checkpoints(self._directory)[:-number]:
+            try:
+                (self._directory / name.final).rename(self._directory / name.part)
+            except OSError as error:
+                _log.warning("%s cannot be removed: %s", self._directory / name.final, error.strerror)
+        remove_leftovers(self._directory)
+
+    def abandon(self) -> None:
+        """Remove it, if it is not a checkpoint; again is harmless."""
+        if self._fd >= 0:
+            _remove(self.path)
+            self.close()
+
+    def close(self) -> None:
+        """Hold it no more; again is harmless."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what killed saves left behind, and checkpoints half removed; not what another run writes."""
+    for name in _names(directory, _PART):
+        path = directory / name.part
+        with suppress(OSError):
+            fd = _lock(path)
+            try:
+                _remove(path)
+            finally:
+                os.close(fd)
+
+
+def _names(directory: Path, pattern: re.Pattern[str]) -> list[CheckpointName]:
+    try:
+        entries = list(os.scandir(directory))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {directory}: {error.strerror}") from error
+    found = [pattern.fullmatch(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    names = [CheckpointName(int(match[1]), int(match[2])) for match in found if match is not None]
+    return sorted(names, key=lambda name: name.number)
+
+
+def _lock(folder: Path) -> int:
+    """Hold a folder against other processes, until the descriptor is closed; raise `OSError` if one holds it."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _remove(folder: Path) -> None:
+    """Remove our files in a folder, and the folder if nothing else is in it."""
+    for path in folder.iterdir():
+        if _OUR_FILE.fullmatch(path.name) and (path.is_symlink() or not path.is_dir()):
+            path.unlink()
+    try:
+        folder.rmdir()
+    except OSError as error:
+        _log.warning("%s is left where it is: %s", folder, error.strerror)

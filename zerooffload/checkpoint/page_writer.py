@@ -1,0 +1,158 @@
+"""A file whose bytes are written in any order, in whole pages, past the page cache.
+
+[Note: pages that are shared]
+Direct I/O moves whole pages of the file. A page on which two writes meet is kept in memory until all its bytes are
+there, and goes out with the write that completes it: one page for each end of what is written already.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import xxhash
+
+from zerooffload.aio import Engine
+from zerooffload.aio.files import create_file, reserve_space
+from zerooffload.errors import InternalError, TierIOError
+from zerooffload.formats import MIB, round_up
+from zerooffload.telemetry import Waitable, Waits
+from zerooffload.tiers import FILE_ALIGNMENT_BYTES as PAGE_BYTES
+from zerooffload.tiers import StagingRing
+
+BLOCK_BYTES = 4 * MIB
+"""Of a write at the most; a slot of the ring."""
+NUM_BLOCKS = 4
+"""That are on their way at once."""
+
+
+class PageWriter:
+    """Writes a new file.
+
+    Parameters
+    ----------
+    nbytes : int
+        Of the file.
+    ring : StagingRing
+        Of slots of `BLOCK_BYTES`; several writers may share it, on one thread.
+
+    Raises
+    ------
+    TierIOError
+        If the file cannot be made, or its space is not there.
+    """
+
+    def __init__(self, path: Path, nbytes: int, engine: Engine, ring: StagingRing, waits: Waits) -> None:
+        self._nbytes = nbytes
+        self._engine = engine
+        self._ring = ring
+        self._waits = waits
+        self._shared: dict[int, _SharedPage] = {}
+        self._num_written = 0
+        self._file = create_file(path)
+        try:
+            reserve_space(self._file, round_up(nbytes, PAGE_BYTES))
+        except BaseException:
+            self.close()
+            raise
+
+    def write(self, offset_bytes: int, sources: Sequence[torch.Tensor]) -> str:
+        """Write what `sources`, uint8 1D, hold one after the other, each byte of the file once; its XXH3-64.
+
+        They are copied before this returns; their writes may go on.
+
+        Raises
+        ------
+        TierIOError
+            If an earlier write failed.
+        """
+        digest = xxhash.xxh3_64()
+        position, left = offset_bytes, list(sources)
+        end = offset_bytes + sum(source.numel() for source in sources)
+        while position < end:
+            # Up to the end of a block of the file, so that the next write begins with one.
+            stop = min(end, (position // BLOCK_BYTES + 1) * BLOCK_BYTES)
+            position = self._write_block(position, stop, left, digest)
+        return digest.hexdigest()
+
+    def finish(self) -> None:
+        """Give the file its length, and make it durable, once all that was written is there.
+
+        Raises
+        ------
+        TierIOError
+            If that fails.
+        """
+        if self._shared or self._num_written != self._nbytes:
+            raise InternalError(f"{self._file.path}: {self._num_written} of {self._nbytes} bytes were written")
+        try:
+            os.ftruncate(self._file.fd, self._nbytes)
+        except OSError as error:
+            raise TierIOError("write", self._file.path, error.errno or 0) from error
+        self._engine.submit_flush(self._file).wait()
+
+    def close(self) -> None:
+        """Close the file, of which nothing is on its way; again is harmless."""
+        self._file.close()
+
+    def _write_block(self, start: int, stop: int, left: list[torch.Tensor], digest: xxhash.xxh3_64) -> int:
+        first_page, lead = divmod(start, PAGE_BYTES)
+        slot = self._ring.acquire(self._waits)
+        leaving: list[Waitable] = []
+        try:
+            buffer = slot.take(round_up(lead + stop - start, PAGE_BYTES))
+            content = buffer[lead : lead + stop - start]
+            _take(left, content)
+            digest.update(content.numpy().data)
+            self._num_written += content.numel()
+            pages = range(first_page, first_page + buffer.numel() // PAGE_BYTES)
+            whole = range(
+                pages.start if self._completes(pages.start, start, stop, buffer[:PAGE_BYTES]) else pages.start + 1,
+                pages.stop
+                if len(pages) == 1 or self._completes(pages.stop - 1, start, stop, buffer[-PAGE_BYTES:])
+                else pages.stop - 1,
+            )
+            if whole:
+                source = buffer[(whole.start - first_page) * PAGE_BYTES : (whole.stop - first_page) * PAGE_BYTES]
+                leaving.append(self._engine.submit_write(self._file, whole.start * PAGE_BYTES, source))
+        finally:
+            self._ring.release(slot, leaving)
+        return stop
+
+    def _completes(self, page: int, start: int, stop: int, memory: torch.Tensor) -> bool:
+        """Whether bytes `[start, stop)` of the file complete a page, which `memory` then holds; else it keeps them."""
+        begin = page * PAGE_BYTES
+        low, high = max(start - begin, 0), min(stop - begin, PAGE_BYTES)
+        if high - low == PAGE_BYTES:
+            return True
+        shared = self._shared.setdefault(page, _SharedPage())
+        shared.content[low:high] = memory[low:high]
+        shared.num_bytes += high - low
+        if shared.num_bytes < min(PAGE_BYTES, self._nbytes - begin):
+            return False
+        memory.copy_(self._shared.pop(page).content)
+        return True
+
+
+class _SharedPage:
+    """A page of which some bytes are there; the others are 0."""
+
+    def __init__(self) -> None:
+        self.content = torch.zeros(PAGE_BYTES, dtype=torch.uint8)
+        self.num_bytes = 0
+
+
+def _take(left: list[torch.Tensor], target: torch.Tensor) -> None:
+    """Fill `target` from the first of `left`, which lose what was taken."""
+    done = 0
+    while done < target.numel():
+        source = left[0]
+        length = min(source.numel(), target.numel() - done)
+        target[done : done + length].copy_(source[:length])
+        done += length
+        if length == source.numel():
+            left.pop(0)
+        else:
+            left[0] = source[length:]

@@ -1,0 +1,112 @@
+"""Reading a checkpoint: any elements of any saved state, range by range, each compared with its checksum."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+import torch
+import xxhash
+
+from zerooffload.checkpoint.manifest import StateEntry, read_manifests
+from zerooffload.checkpoint.reshard import Checkpoint, SavedParam, Source, join
+from zerooffload.checkpoint.safetensors_file import SafetensorsFile
+from zerooffload.checkpoint.shard_files import Range, ShardFile, dtype_of
+from zerooffload.errors import CheckpointError
+
+
+class ShardReader:
+    """A checkpoint's folder, open for reading; a context manager.
+
+    Of each state, the range that was read last is kept: asked for in the order of the files, each is read once.
+
+    Attributes
+    ----------
+    path : pathlib.Path
+    checkpoint : Checkpoint
+
+    Raises
+    ------
+    CheckpointError
+        If a file is missing, or is not what the manifests say.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoint: Checkpoint = join(read_manifests(path), str(path))
+        self._files: dict[tuple[int, str], SafetensorsFile] = {}
+        self._kept: dict[str, tuple[int, int, torch.Tensor]] = {}
+        self._open = ExitStack()
+        try:
+            for rank, files in enumerate(self.checkpoint.files):
+                self._files |= {(rank, state): self._open_file(file) for state, file in files.items()}
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; again is harmless."""
+        self._kept.clear()
+        self._open.close()
+
+    @property
+    def kept_nbytes(self) -> int:
+        """Host memory that is held at the most."""
+        longest: dict[str, int] = {}
+        for files in self.checkpoint.files:
+            for state, file in files.items():
+                for place in file.ranges.values():
+                    longest[state] = max(longest.get(state, 0), place.nbytes)
+        return sum(longest.values())
+
+    def read(self, param: SavedParam, state: StateEntry, start: int, stop: int) -> torch.Tensor:
+        """The items of elements `[start, stop)` of a parameter's state, 1D; `start` begins a block.
+
+        Raises
+        ------
+        CheckpointError
+            If bytes are missing or are not what was written.
+        """
+        dtype, per_item = dtype_of(state, str(self.path)), state.block_numel
+        items = torch.empty(-(-(stop - start) // per_item), dtype=dtype)
+        for source in param.within(start, stop):
+            place = self.checkpoint.files[source.rank][state.name].ranges[source.chunk]
+            content = self._range(source, state.name, place)[place.segments[source.segment].offset_bytes :]
+            low, high = max(start, source.start), min(stop, source.stop)
+            first, last = (low - source.start) // per_item, -(-(high - source.start) // per_item)
+            target = items[(low - start) // per_item :][: last - first]
+            target.view(torch.uint8).copy_(content[first * dtype.itemsize : last * dtype.itemsize])
+        return items
+
+    def _open_file(self, file: ShardFile) -> SafetensorsFile:
+        opened = self._open.enter_context(SafetensorsFile(self.path / file.name))
+        if opened.header.entries != file.header.entries:
+            raise CheckpointError(f"{opened.path} holds other tensors than the manifest says")
+        return opened
+
+    def _range(self, source: Source, state: str, place: Range) -> torch.Tensor:
+        rank, chunk, content = self._kept.get(state, (-1, -1, torch.empty(0, dtype=torch.uint8)))
+        if (rank, chunk) == (source.rank, source.chunk):
+            return content
+        if content.numel() != place.nbytes:
+            # Not before the other is gone.
+            self._kept.pop(state, None)
+            del content
+            content = torch.empty(place.nbytes, dtype=torch.uint8)
+        self._kept.pop(state, None)
+        file = self._files[source.rank, state]
+        file.read_data(place.offset_bytes, content)
+        expected = self.checkpoint.manifests[source.rank].chunks[source.chunk].checksums[state]
+        if xxhash.xxh3_64_hexdigest(content.numpy().data) != expected:
+            raise CheckpointError(
+                f"{file.path}: {place.nbytes} bytes from {place.offset_bytes} on are not what was written there"
+            )
+        self._kept[state] = source.rank, source.chunk, content
+        return content

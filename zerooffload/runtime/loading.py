@@ -1,0 +1,232 @@
+"""Loading a checkpoint into a run, whatever ranks, tiers and formats it was saved from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from zerooffload.checkpoint.folders import find_checkpoint
+from zerooffload.checkpoint.manifest import Manifest
+from zerooffload.checkpoint.reshard import SavedParam, missing_and_unexpected
+from zerooffload.checkpoint.shard_files import dtype_of
+from zerooffload.checkpoint.shard_reader import ShardReader
+from zerooffload.config import TierName
+from zerooffload.errors import CheckpointError, ConfigError
+from zerooffload.optim.low_bits import NEAREST
+from zerooffload.optim.record import MASTER, REMAINDER, OptimizerStates, exponents_name
+from zerooffload.optim.reference import join_master, read_moment, split_master, write_moment
+from zerooffload.optim.rules import RULES, Moment
+from zerooffload.runtime.logical_states import (
+    HOLDER,
+    PARAM,
+    HeldParam,
+    LogicalStates,
+    Piece,
+    StateChunk,
+    held_params,
+    owned_chunks,
+)
+from zerooffload.runtime.resources import Parts, Resources
+from zerooffload.sharding.unit import Unit
+from zerooffload.tiers import dtype_name
+
+Views = Mapping[str, torch.Tensor]
+
+_PIECE_NUMEL = 1 << 16
+"""Elements that are converted at once; whole blocks of any state."""
+_MOST_NAMES = 20
+"""That a message lists."""
+
+
+class Loading:
+    """One load: all is checked when it is made, before anything is changed. A context manager.
+
+    Parameters
+    ----------
+    rank : int
+        Of this rank among all that train the model.
+
+    Raises
+    ------
+    CheckpointError
+        If the folder is no whole checkpoint, or one of another model.
+    ConfigError
+        If the run's optimizer keeps other moments.
+    BudgetError
+        If the host has no room for what is under way.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        units: Sequence[Unit],
+        states: OptimizerStates,
+        *,
+        resources: Resources,
+        parts: Parts,
+    ) -> None:
+        self._rank = rank
+        self._units = units
+        self._moments = RULES[states.algorithm].moments
+        self._open = ExitStack()
+        try:
+            self._reader = self._open.enter_context(ShardReader(find_checkpoint(directory)))
+            self._saved = self._reader.checkpoint.params
+            self._check_algorithm(states.algorithm)
+            self._check_model()
+            host = resources.budgets[TierName.HOST]
+            self._open.callback(host.lease(self._reader.kept_nbytes, HOLDER).release)
+            self._chunks = owned_chunks(units)
+            self._states = self._open.enter_context(LogicalStates(self._chunks, host, parts))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give everything back; again is harmless."""
+        self._open.close()
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the rank that had this one's number, else of rank 0: what this rank takes over beside the states."""
+        manifests = self._reader.checkpoint.manifests
+        return manifests[self._rank if self._rank < len(manifests) else 0]
+
+    @property
+    def run_state(self) -> dict[str, Any]:
+        """What `Tracking` puts back; random states only of the rank that had this one's number."""
+        state = asdict(self.manifest.run)
+        if self.manifest.rank != self._rank:
+            del state["random"]
+        return state
+
+    def fill(self) -> None:
+        """Let the states be those that were saved.
+
+        Raises
+        ------
+        CheckpointError
+            If bytes are not what was written.
+        TierIOError
+            If a state cannot be written.
+        """
+        for chunk in self._chunks:
+            self._states.write(chunk, partial(self._fill, chunk))
+        self._states.finish()
+        for part in (part for unit in self._units for part in unit.parts):
+            part.flat.values_changed()
+            part.own_changed()
+            part.show_at_home()
+            if part.training is not None:
+                slots = part.flat.layout.slots
+                part.training.steps[:] = [self._saved_of(slot.param.names).entry.num_steps for slot in slots]
+
+    def _fill(self, chunk: StateChunk, views: Views) -> None:
+        """All elements of a chunk; padding is zero."""
+        for view in views.values():
+            view.zero_()
+        for whole in chunk.pieces:
+            saved = self._saved_of(whole.param.names)
+            for start in range(whole.start, whole.stop, _PIECE_NUMEL):
+                stop = min(start + _PIECE_NUMEL, whole.stop)
+                place = slice(whole.place.start + start - whole.start, whole.place.start + stop - whole.start)
+                piece = Piece(whole.param, start, stop, place)
+                target = chunk.cut(views, piece)
+                self._fill_values(saved, piece, target)
+                for moment in self._moments if chunk.part.training is not None else ():
+                    self._fill_moment(saved, piece, target, moment)
+
+    def _fill_values(self, saved: SavedParam, piece: Piece, target: Views) -> None:
+        """The parameter, and what its master has beyond it."""
+        source = self._read(saved, (PARAM, REMAINDER.name, MASTER.name), piece.start, piece.stop)
+        if source[PARAM].dtype is target[PARAM].dtype:
+            for name, items in source.items():
+                target[name].copy_(items)
+            return
+        master = source.get(MASTER.name, source[PARAM])
+        if REMAINDER.name in source:
+            master = join_master(source[PARAM], source[REMAINDER.name])
+        if REMAINDER.name in target:
+            upper, remainder = split_master(master)
+            target[PARAM].copy_(upper)
+            target[REMAINDER.name].copy_(remainder)
+        else:
+            target[PARAM].copy_(master)
+            if MASTER.name in target:
+                target[MASTER.name].copy_(master)
+
+    def _fill_moment(self, saved: SavedParam, piece: Piece, target: Views, moment: Moment) -> None:
+        names = (moment.name, exponents_name(moment.name))
+        states = {state.name: state for state in saved.group.states if state.name in names}
+        if {name: state.dtype for name, state in states.items()} == {
+            name: dtype_name(target[name].dtype) for name in names if name in target
+        }:
+            for name, items in self._read(saved, names, piece.start, piece.stop).items():
+                target[name].copy_(items)
+            return
+        start = piece.start - piece.start % max(state.block_numel for state in states.values())
+        value = read_moment(self._read(saved, names, start, piece.stop), moment)
+        write_moment(target, moment, value[piece.start - start :], NEAREST)
+
+    def _read(self, saved: SavedParam, names: Sequence[str], start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Those of the states that the parameter has."""
+        states = [state for state in saved.group.states if state.name in names]
+        return {state.name: self._reader.read(saved, state, start, stop) for state in states}
+
+    def _saved_of(self, names: Sequence[str]) -> SavedParam:
+        return next(self._saved[name] for name in names if name in self._saved)
+
+    def _check_algorithm(self, algorithm: str) -> None:
+        saved = self.manifest.algorithm
+        if RULES[saved].moments != self._moments:
+            raise ConfigError(
+                f"{self._reader.path} was saved with {saved}, which keeps other moments than {algorithm}: call"
+                f' zo.offload with OffloadConfig(algorithm="{saved}")'
+            )
+
+    def _check_model(self) -> None:
+        held, path = held_params(self._units), self._reader.path
+        missing, unexpected = missing_and_unexpected(self._reader.checkpoint, [item.param.names for item in held])
+        if missing or unexpected:
+            told = {"it lacks": missing, "the model lacks": unexpected}
+            lists = "; ".join(f"{what} {_listed(names)}" for what, names in told.items() if names)
+            raise CheckpointError(f"{path} is of another model: {lists}")
+        differences = [found for item in held if (found := self._difference(item))]
+        if differences:
+            raise CheckpointError(f"{path} is of another model: {_listed(differences)}")
+
+    def _difference(self, item: HeldParam) -> str:
+        """What forbids to load a parameter, in words; "" if nothing does."""
+        saved, name = self._saved_of(item.param.names), item.param.name
+        if saved.entry.shape != item.param.shape:
+            return f"{name} has the shape {list(item.param.shape)}, saved was {list(saved.entry.shape)}"
+        if saved.group.trainable != item.trainable:
+            kinds = ("frozen", "trained") if saved.group.trainable else ("trained", "frozen")
+            return f"{name} is {kinds[0]} now and was {kinds[1]} when it was saved"
+        dtype = dtype_of(saved.group.states[0], str(self._reader.path))
+        if dtype is not item.dtype and not (dtype.is_floating_point and item.dtype.is_floating_point):
+            return f"{name} is {dtype_name(item.dtype)}, saved was {dtype_name(dtype)}"
+        expected = [(PARAM, dtype, 1)]
+        if item.trainable:
+            states = OptimizerStates(self.manifest.algorithm, self.manifest.moments)
+            expected += [(part.name, part.dtype, part.block_numel) for part in states.parts(dtype)]
+        found = [(state.name, dtype_of(state, name), state.block_numel) for state in saved.group.states]
+        return "" if found == expected else f"{name} has other states than {[state for state, _, _ in expected]}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(name[:200] for name in names[:_MOST_NAMES]) + more
