@@ -30,12 +30,14 @@ class ShardWriter:
     Parameters
     ----------
     manifest : Manifest
-        Its checksums are what is left to find out; of each chunk, its states are named.
+        Its checksums are what is left to find out: any may stand there.
     budget : Budget
         The host's; `NUM_BLOCKS` blocks are leased from it, of `BLOCK_BYTES` or of the longest range.
 
     Raises
     ------
+    ConfigError
+        If the manifest is too long.
     BudgetError
         If the blocks do not fit.
     TierIOError
@@ -52,6 +54,8 @@ class ShardWriter:
         budget: Budget,
         accelerator: Accelerator,
     ) -> None:
+        # Too long, it is refused before anything is written.
+        manifest.encode()
         self._folder = folder
         self._manifest = manifest
         self._waits = waits

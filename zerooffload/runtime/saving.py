@@ -315,4 +315,4 @@ def _param(held: HeldParam, group: int) -> ParamEntry:
 def _chunk(chunk: StateChunk) -> ChunkEntry:
     """Before its checksums are known."""
     numel = sum(piece.stop - piece.start for piece in chunk.pieces)
-    return ChunkEntry(numel, {part.name: "" for part in chunk.states})
+    return ChunkEntry(numel, {part.name: "0" * 16 for part in chunk.states})
