@@ -1,4 +1,4 @@
-"""Read hostile records and manifests for a while: `python tests/durability/fuzz_journal.py --seconds 600 --seed 1`."""
+"""Read hostile records and manifests, those of checkpoints too: `fuzz_journal.py --seconds 600 --seed 1`."""
 
 from __future__ import annotations
 

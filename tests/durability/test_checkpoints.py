@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,6 +26,7 @@ from support.durable_training import (
     real_environment,
     training,
 )
+from support.hostile_files import signed_manifest
 from support.rank_turns import TurnCollectives, Turns
 from support.reference_training import current_params, language_loss
 from support.simulated_engine import Fault, SimulatedEngine, Transfers
@@ -513,3 +516,80 @@ def test_a_load_that_ends_half_way_is_told_from_then_on(scratch: Path) -> None:
             load(run, scratch / "checkpoints")
         with pytest.raises(zo.ConfigError, match="a load ended half-way"):
             run.one_batch()
+
+
+def _link(path: Path) -> None:
+    aside = path.rename(path.parent.parent / "aside")
+    path.symlink_to(aside)
+
+
+def _queue(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _longer(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b" ")
+
+
+def _shorter(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def _huge(path: Path) -> None:
+    """Without taking space."""
+    os.truncate(path, 1 << 40)
+
+
+def _other_names(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b"embed.weight", b"embed.height", 1))
+
+
+def _huge_header(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"\xff" * 7)
+
+
+def _of_another(path: Path) -> None:
+    """Resealed, as a manifest of another save."""
+    line = path.read_bytes().partition(b"\n")[0].replace(b'"rank":0', b'"rank":1', 1)
+    path.write_bytes(signed_manifest(line))
+
+
+EITHER = (Path.unlink, _link, _queue, _folder, _longer, _shorter, _huge)
+DAMAGES = [
+    *(("rank-00000.json", damage) for damage in (*EITHER, _of_another)),
+    *(("exp_avg_sq-00000-of-00001.safetensors", damage) for damage in (*EITHER, _other_names, _huge_header)),
+]
+
+
+@pytest.fixture(scope="module")
+def whole_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a training that has begun."""
+    root = tmp_path_factory.mktemp("saved")
+    with training(Scenario(config=HOSTED), root, real_environment()) as run:
+        return save(run, root / "checkpoints").path
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGES, ids=lambda value: getattr(value, "__name__", str(value)[:4]))
+def test_a_hostile_folder_is_refused_by_the_name_of_its_file(
+    name: str, damage: Callable[[Path], None], whole_checkpoint: Path, scratch: Path
+) -> None:
+    path = Path(shutil.copytree(whole_checkpoint, scratch / "checkpoint"))
+    damage(path / name)
+    before = sorted(str(found) for found in scratch.rglob("*"))
+    with training(Scenario(config=HOSTED), scratch, real_environment()) as run:
+        run.one_batch()
+        moment = run.moment()
+        with pytest.raises(zo.CheckpointError) as refused:
+            load(run, path)
+        assert str(path / name) in str(refused.value) or (damage is Path.unlink and str(path) in str(refused.value))
+        assert run.moment().differences(moment) == []
+        run.one_batch()
+    assert sorted(str(found) for found in scratch.rglob("*") if "drive" not in str(found)) == before

@@ -5,9 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.hostile_files import attack, sample_manifest, sample_record, signed_manifest, signed_record
+from support.hostile_files import (
+    attack,
+    sample_checkpoint,
+    sample_manifest,
+    sample_record,
+    signed_manifest,
+    signed_record,
+)
 
 import zerooffload as zo
+from zerooffload.checkpoint.manifest import read_manifests
+from zerooffload.checkpoint.reshard import join
 from zerooffload.journal.manifest import read_manifest
 from zerooffload.journal.record import decode
 
@@ -30,6 +39,13 @@ def test_the_samples_themselves_are_read(scratch: Path) -> None:
     path.write_bytes(manifest.encode())
     assert read_manifest(path) == manifest
     assert signed_manifest(manifest.encode().partition(b"\n")[0]) == manifest.encode()
+
+
+def test_the_sample_of_a_checkpoint_is_read(scratch: Path) -> None:
+    manifest = sample_checkpoint()
+    (scratch / "rank-00000.json").write_bytes(manifest.encode())
+    assert read_manifests(scratch) == [manifest]
+    assert set(join([manifest], "here").params) == {"w", "v", "ids", "none"}
 
 
 def test_many_slots_in_a_record_of_few_bytes() -> None:

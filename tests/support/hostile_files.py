@@ -14,6 +14,11 @@ import numpy as np
 import torch
 import xxhash
 
+from zerooffload.checkpoint.manifest import ChunkEntry, GroupEntry, RunEntry, read_manifests
+from zerooffload.checkpoint.manifest import Manifest as CheckpointManifest
+from zerooffload.checkpoint.manifest import ParamEntry as CheckpointParam
+from zerooffload.checkpoint.manifest import StateEntry as CheckpointState
+from zerooffload.checkpoint.reshard import join
 from zerooffload.errors import CheckpointError
 from zerooffload.journal import FlatEntry, Manifest, ParamEntry, PartEntry, StateEntry, StepRecord
 from zerooffload.journal.manifest import read_manifest
@@ -55,6 +60,38 @@ def sample_manifest() -> Manifest:
             StateEntry("p", 5000, 4096, 2, (PartEntry("param", "float32", 1),), ((0, (0, 16384)), (0, (32768, 36864)))),
             StateEntry("o", 5000, 4096, 2, (PartEntry("exp_avg", "float32", 1),), ((0, (40960, 57344)), (0, (1, 2)))),
         ),
+    )
+
+
+def sample_checkpoint() -> CheckpointManifest:
+    """The manifest of a rank that saved one trained and one frozen parameter."""
+    states = (
+        CheckpointState("param", "float32", 1),
+        CheckpointState("exp_avg", "uint8", 1),
+        CheckpointState("exp_avg_exponents", "uint8", 128),
+    )
+    frozen = CheckpointState("param", "int64", 1)
+    checksums = {state.name: "0123456789abcdef" for state in states}
+    return CheckpointManifest(
+        save="a" * 32,
+        rank=0,
+        num_ranks=1,
+        step=5,
+        algorithm="adamw",
+        moments="8bit",
+        groups=(GroupEntry("float32", True, states), GroupEntry("int64", False, (frozen,))),
+        params=(
+            CheckpointParam("w", ("v",), (50, 100), 0, 0, 5000, 5),
+            CheckpointParam("ids", (), (7,), 1, 0, 7, 0),
+            CheckpointParam("none", (), (0, 3), 0, 0, 0, 0),
+        ),
+        chunks=(
+            ChunkEntry(4096, checksums),
+            ChunkEntry(904, checksums),
+            ChunkEntry(7, {"param": "0123456789abcdef"}),
+        ),
+        run=RunEntry({"loader": {"position": 7}}, {}, [[{"lr": 0.1}]], {}),
+        extra=to_json({"tensor": torch.ones(3)}, "extra"),
     )
 
 
@@ -180,6 +217,13 @@ def attempts(choice: random.Random, folder: Path) -> Attempt:
     def record(content: bytes) -> Any:
         return from_json(decode(content, "record-0.bin").state)
 
+    def checkpoint(content: bytes) -> Any:
+        (folder / "rank-00000.json").write_bytes(content)
+        found = join(read_manifests(folder), str(folder))
+        return from_json(found.manifests[0].extra)
+
+    readers = (record, manifest, checkpoint)
+    saved = sample_checkpoint().encode().partition(b"\n")[0]
     written = sample_record(choice.choice((0, 1, 8, 11))).encode()
     line = sample_manifest().encode().partition(b"\n")[0]
     return choice.choice(
@@ -197,7 +241,9 @@ def attempts(choice: random.Random, folder: Path) -> Attempt:
             lambda: Attempt("a changed manifest", mutated(line + b"\n", choice), manifest),
             lambda: Attempt("a manifest of changed bytes", signed_manifest(mutated(line, choice)), manifest),
             lambda: Attempt("a manifest of other values", signed_manifest(_other_values(line, choice)), manifest),
-            lambda: Attempt("noise", choice.randbytes(choice.randrange(300)), choice.choice((record, manifest))),
+            lambda: Attempt("a checkpoint of changed bytes", signed_manifest(mutated(saved, choice)), checkpoint),
+            lambda: Attempt("a checkpoint of other values", signed_manifest(_other_values(saved, choice)), checkpoint),
+            lambda: Attempt("noise", choice.randbytes(choice.randrange(300)), choice.choice(readers)),
         )
     )()
 
