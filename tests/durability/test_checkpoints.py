@@ -410,18 +410,18 @@ def test_a_save_that_fails_leaves_what_was_there(
 
 
 def test_what_a_save_and_a_load_lease(scratch: Path) -> None:
-    """Three chunks of all states where they are not in place, and four blocks of the longest range, or one range."""
+    """Two chunks of all states where they are not in place, and four blocks of the longest range, or one range."""
     with training(scenario("nvme"), scratch / "a", real_environment()) as run:
         run.one_batch()
         host = run_of(run.model)._resources.budgets[TierName.HOST]
         leased = host.leased_bytes
         save(run, scratch / "checkpoints")
         record, longest = 4096 * (4 + 8), 4096 * 4
-        assert host.peak_bytes - leased == 3 * record + 4 * (longest + 4096)
+        assert host.peak_bytes - leased == 2 * record + 4 * (longest + 4096)
         assert host.leased_bytes == leased
         host._peak_bytes = leased
         load(run, scratch / "checkpoints")
-        assert host.peak_bytes - leased == 3 * record + 3 * longest
+        assert host.peak_bytes - leased == 2 * record + 3 * longest
         assert host.leased_bytes == leased
 
 

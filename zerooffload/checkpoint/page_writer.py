@@ -28,6 +28,13 @@ NUM_BLOCKS = 4
 """That are on their way at once."""
 
 
+def block_nbytes(longest_nbytes: int) -> int:
+    """Of a slot of the ring, where so many bytes are written at once at the most."""
+    if not longest_nbytes:
+        return 0
+    return min(BLOCK_BYTES, round_up(longest_nbytes, PAGE_BYTES) + PAGE_BYTES)
+
+
 class PageWriter:
     """Writes a new file.
 
@@ -36,7 +43,7 @@ class PageWriter:
     nbytes : int
         Of the file.
     ring : StagingRing
-        Of slots of `BLOCK_BYTES`; several writers may share it, on one thread.
+        Of slots of `block_nbytes`; several writers may share it, on one thread.
 
     Raises
     ------

@@ -12,10 +12,9 @@ from zerooffload.accelerator import Accelerator
 from zerooffload.aio import Engine
 from zerooffload.aio.durable_names import write_durably
 from zerooffload.checkpoint.manifest import Manifest, manifest_name
-from zerooffload.checkpoint.page_writer import BLOCK_BYTES, NUM_BLOCKS, PageWriter
+from zerooffload.checkpoint.page_writer import NUM_BLOCKS, PageWriter, block_nbytes
 from zerooffload.checkpoint.shard_files import ShardFile, plan_files
 from zerooffload.errors import InternalError
-from zerooffload.formats import round_up
 from zerooffload.memory import Budget
 from zerooffload.telemetry import Waits
 from zerooffload.tiers import FILE_ALIGNMENT_BYTES, StagingRing
@@ -32,7 +31,7 @@ class ShardWriter:
     manifest : Manifest
         Its checksums are what is left to find out: any may stand there.
     budget : Budget
-        The host's; `NUM_BLOCKS` blocks are leased from it, of `BLOCK_BYTES` or of the longest range.
+        The host's; `NUM_BLOCKS` blocks are leased from it: see `block_nbytes`.
 
     Raises
     ------
@@ -63,7 +62,8 @@ class ShardWriter:
         self._headers = {state: _bytes(file.header.encode(FILE_ALIGNMENT_BYTES)) for state, file in self._files.items()}
         self._checksums: dict[int, dict[str, str]] = {}
         self._writers: dict[str, PageWriter] = {}
-        self._ring = StagingRing(HOLDER, NUM_BLOCKS, self._block_bytes(), budget, accelerator)
+        longest = max((_longest(file) for file in self._files.values()), default=0)
+        self._ring = StagingRing(HOLDER, NUM_BLOCKS, block_nbytes(longest), budget, accelerator)
         try:
             for state, file in self._files.items():
                 nbytes = self._headers[state].numel() + file.header.data_nbytes
@@ -122,10 +122,6 @@ class ShardWriter:
             for writer in self._writers.values():
                 writer.close()
             self._ring.close()
-
-    def _block_bytes(self) -> int:
-        longest = max((_longest(file) for file in self._files.values()), default=0)
-        return min(BLOCK_BYTES, round_up(longest, FILE_ALIGNMENT_BYTES) + FILE_ALIGNMENT_BYTES) if longest else 0
 
 
 def _longest(file: ShardFile) -> int:

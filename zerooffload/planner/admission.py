@@ -18,12 +18,19 @@ _COLLECTION = "gradient collection"
 
 @dataclass(frozen=True)
 class Limits:
-    """Bytes that each tier may hold. Where the device shares host memory, its bytes count in the host's too."""
+    """Bytes that each tier may hold. Where the device shares host memory, its bytes count in the host's too.
+
+    Attributes
+    ----------
+    spare_host_bytes : int
+        What windows leave of the host's beyond their least, for checkpoints.
+    """
 
     device_bytes: int
     host_bytes: int
     nvme_bytes: int
     device_shares_host: bool
+    spare_host_bytes: int = 0
 
     def of(self, tier: TierName) -> int:
         """The limit of a tier."""
@@ -74,6 +81,11 @@ class AnnouncedPlan:
         cache = Claim(TierName.HOST, CACHE_HOLDER, ring_nbytes(num_slots, slot_nbytes))
         return replace(self, num_cached_slots=num_slots, claims=(*self.claims, cache) if num_slots else self.claims)
 
+    @property
+    def leaves_spare(self) -> bool:
+        """Whether the host has room for checkpoints."""
+        return self.limits.host_bytes - self.planned_bytes(TierName.HOST) >= self.limits.spare_host_bytes
+
     def planned_bytes(self, tier: TierName) -> int:
         """All claims on a tier's budget."""
         return _total(self.claims, tier, self.limits)
@@ -117,8 +129,11 @@ def _fit(placement: Placement, limits: Limits) -> AnnouncedPlan | _Misfit:
     collection = placement.collection
     # Twice the largest lets one unit's gradients leave while the next one's gather.
     wish = min(collection.most_nbytes, 2 * collection.least_nbytes)
-    plan = _fit_collecting(placement, limits, wish)
-    return plan if isinstance(plan, AnnouncedPlan) else _fit_collecting(placement, limits, collection.least_nbytes)
+    plans = [_fit_collecting(placement, limits, nbytes) for nbytes in (wish, collection.least_nbytes)]
+    for plan in plans:
+        if isinstance(plan, AnnouncedPlan) and plan.leaves_spare:
+            return plan
+    return plans[0] if isinstance(plans[0], AnnouncedPlan) else plans[1]
 
 
 def _fit_collecting(placement: Placement, limits: Limits, collection_nbytes: int) -> AnnouncedPlan | _Misfit:
@@ -163,7 +178,8 @@ def _counts(claim: Claim, tier: TierName, limits: Limits) -> bool:
 def _room(claims: tuple[Claim, ...], limits: Limits) -> int:
     room = limits.device_bytes - _total(claims, TierName.DEVICE, limits)
     if limits.device_shares_host:
-        room = min(room, limits.host_bytes - _total(claims, TierName.HOST, limits))
+        left = limits.host_bytes - _total(claims, TierName.HOST, limits)
+        room = min(room, max(0, left - limits.spare_host_bytes))
     return room
 
 

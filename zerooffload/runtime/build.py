@@ -39,6 +39,7 @@ from zerooffload.planner.placement import (
 )
 from zerooffload.planner.stages import sharding_of
 from zerooffload.runtime.backwards import BackwardCount
+from zerooffload.runtime.checkpoint_room import checkpoint_nbytes
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.initial_states import InitialStates
 from zerooffload.runtime.initialization import is_on_meta, materialize
@@ -320,7 +321,8 @@ def _announce(
         placement = place(layouts, homes, reach, states, durability, accumulates=config.accumulates, sharding=sharding)
         return replace(placement, block_inputs=inputs)
 
-    placement, limits = placed(choices), limits_of(config, env.accelerator)
+    placement = placed(choices)
+    limits = replace(limits_of(config, env.accelerator), spare_host_bytes=checkpoint_nbytes(placement))
     if config.atomic_steps and config.update in ("auto", "during_backward"):
         plan = fit(with_second_places(placement), limits)
         if plan is not None:

@@ -30,8 +30,8 @@ PARAM = "param"
 """The state that is the parameter itself."""
 HOLDER = "staging of checkpoints"
 """Who leases the ring."""
-NUM_SLOTS = 3
-"""Chunks that are under way at once: one is used, two are read or written."""
+NUM_SLOTS = 2
+"""Chunks that are under way at once: one is used, the other is read or written."""
 
 
 @dataclass(frozen=True)

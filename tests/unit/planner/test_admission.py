@@ -86,6 +86,15 @@ def test_what_a_budget_leaves_over_makes_the_window_larger_and_is_never_exceeded
     assert plan.collection_nbytes >= plan.placement.collection.least_nbytes
 
 
+@pytest.mark.parametrize("extra", [0, 4096, 40_000, 90_000, 1 << 20])
+def test_what_is_to_be_spared_is_left_if_the_least_leaves_it(announced: Announce, extra: int) -> None:
+    least, spare = least_host_bytes(announced, NVME), 40_000
+    plan = announced(NVME, replace(limits(host=least + extra), spare_host_bytes=spare))
+    assert plan.leaves_spare == (extra >= spare)
+    if extra < spare:
+        assert plan.window_nbytes == plan.placement.window.least_nbytes
+
+
 def test_a_window_never_exceeds_the_device(announced: Announce) -> None:
     plan = announced(NVME, limits(device=150_000, shares=False))
     assert plan.planned_bytes(TierName.DEVICE) <= 150_000

@@ -16,7 +16,7 @@ from torch import nn
 import zerooffload as zo
 from zerooffload.config import TierName
 from zerooffload.runtime.build import Environment
-from zerooffload.runtime.logical_states import PARAM, held_params, owned_chunks, state_chunks
+from zerooffload.runtime.logical_states import NUM_SLOTS, PARAM, held_params, owned_chunks, state_chunks
 from zerooffload.runtime.run import Run
 from zerooffload.sharding.registry import residence_of
 
@@ -92,7 +92,7 @@ def test_they_are_read_and_written(
 
 
 def test_what_it_holds_is_leased_and_given_back(nvme: Any) -> None:
-    """Three records of parameters and optimizer, whatever the model's size."""
+    """Two records of parameters and optimizer, whatever the model's size."""
     environment = cpu_with_simulated_drive()
     fields = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [nvme], "host_memory": "16MiB"}
     model = offload_prepared(Recipe(build=half_used), environment, **fields)
@@ -101,6 +101,6 @@ def test_what_it_holds_is_leased_and_given_back(nvme: Any) -> None:
     chunks = state_chunks(run.units)
     before = budget.leased_bytes
     with run.logical_states(chunks):
-        assert budget.leased_bytes - before == 3 * 4096 * (4 + 8)
+        assert budget.leased_bytes - before == NUM_SLOTS * 4096 * (4 + 8)
     assert budget.leased_bytes == before
     zo.close(model)

@@ -1,0 +1,64 @@
+"""How much memory saving and loading take beside training; in a module that spawned processes can import."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import zerooffload as zo
+from zerooffload.formats import MIB
+from zerooffload.planner import placement
+from zerooffload.telemetry import process_peak_bytes
+
+WIDTH = 1024
+NUM_BLOCKS = 20
+BUDGET_BYTES = 48 * MIB
+
+
+def state_bytes() -> int:
+    """Of the model: fp32 parameters and two moments."""
+    return 12 * NUM_BLOCKS * WIDTH * (WIDTH + 1)
+
+
+def peaks(_rank: int, world_size: int, folder: str, *, loads: bool) -> dict[str, int]:
+    """The process's peak in bytes, so far, after training, a save, one beside training, and a load; or after a load."""
+    torch.set_num_threads(1)
+    # A chunk of any model takes a part of this one's budget that is as small as a large one's.
+    placement.CHUNK_NUMEL = 1 << 17
+    drive = Path(folder, f"drive-{loads}")
+    drive.mkdir(exist_ok=True)
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(NUM_BLOCKS)))
+    homes = dict.fromkeys(("params", "optimizer", "gradients"), "nvme")
+    budget = BUDGET_BYTES // world_size
+    config = zo.OffloadConfig(**homes, nvme_paths=[drive], host_memory=budget, threads=1, atomic_steps=False)  # type: ignore[arg-type]
+    zo.offload(model, config)
+    optimizer = zo.AdamW(model.parameters())
+    found: dict[str, int] = {}
+    try:
+        if loads:
+            zo.load(Path(folder, "checkpoints"), model, optimizer)
+            return {"load": process_peak_bytes()}
+        for _ in range(5):
+            # The first ones do not reach it.
+            _train(model, optimizer)
+        found["training"] = process_peak_bytes()
+        zo.save(Path(folder, "checkpoints"), model, optimizer)
+        found["save"] = process_peak_bytes()
+        ticket = zo.save(Path(folder, "checkpoints"), model, optimizer, blocking=False, keep_last=1)
+        _train(model, optimizer)
+        ticket.wait()
+        found["save beside training"] = process_peak_bytes()
+        zo.load(Path(folder, "checkpoints"), model, optimizer)
+        found["load"] = process_peak_bytes()
+    finally:
+        zo.close(model)
+    return found
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(1, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
