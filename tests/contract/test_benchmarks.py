@@ -26,6 +26,10 @@ TINY = {
         "--engine",
         "threads",
     ),
+    "checkpoint_bandwidth.py": (
+        *("--parameters", "1048576", "--saves", "1", "--compute", "0.01", "--grid-seconds", "0.01"),
+        *("--engine", "threads"),
+    ),
     "overlap.py": (
         *("--params", "1e6", "--width", "256", "--window-units", "3", "--steps", "2", "--rounds", "1"),
         *("--limit-gib", "0.1", "--grid-seconds", "0.01", "--disk-turn-seconds", "0.01", "--probe-numel", "1048576"),
@@ -83,6 +87,15 @@ def test_a_streamed_step_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
     moved = [item for item in result["checks"] if "bytes" in item["name"]]
     assert len(moved) == 4
     assert all(item["ok"] for item in moved)
+
+
+def test_saves_have_the_bytes_of_the_formula(tmp_path: Path) -> None:
+    result = result_of("checkpoint_bandwidth.py", tmp_path)
+    assert [row["name"] for row in result["rows"]] == ["from host", "from nvme"]
+    assert all(row["save_seconds"]["median"] > 0 <= row["blocked_share"]["low"] for row in result["rows"])
+    saved = [item for item in result["checks"] if "bytes" in item["name"]]
+    assert len(saved) == 2
+    assert all(item["ok"] for item in saved)
 
 
 @pytest.mark.parametrize("placement", ["all-nvme", "optimizer-nvme", "all-host"])
