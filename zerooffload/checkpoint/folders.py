@@ -54,12 +54,17 @@ def find_checkpoint(directory: Path) -> Path:
     CheckpointError
         If there is none.
     """
-    if (directory / manifest_name(0)).exists():
+    if _is_checkpoint(directory):
         return directory
     found = list_checkpoints(directory)
     if not found:
         raise CheckpointError(f"{directory} holds no checkpoint: name the directory that was given to zo.save")
     return directory / found[-1].final
+
+
+def holds_checkpoints(directory: Path) -> bool:
+    """Whether `find_checkpoint` finds one."""
+    return _is_checkpoint(directory) or bool(list_checkpoints(directory))
 
 
 def list_checkpoints(directory: Path) -> list[CheckpointName]:
@@ -144,6 +149,10 @@ def remove_leftovers(directory: Path) -> None:
                 _remove(path)
             finally:
                 os.close(fd)
+
+
+def _is_checkpoint(directory: Path) -> bool:
+    return (directory / manifest_name(0)).exists()
 
 
 def _names(directory: Path, pattern: re.Pattern[str]) -> list[CheckpointName]:

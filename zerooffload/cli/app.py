@@ -108,7 +108,7 @@ def train(
 @app.command()
 def resume(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(help="The first nvme path of a run.", metavar="DIR")],
+    folder: Annotated[Path, typer.Argument(help="The first nvme path of a run, or its checkpoints.", metavar="DIR")],
     *,
     set_: _Settings = None,
     report: _Report = None,
@@ -116,7 +116,7 @@ def resume(
     trace_steps: _TraceSteps = 5,
     drive_endurance_tbw: _Endurance = None,
 ) -> None:
-    """Go on with a run of `train` from the last step that it committed, after a crash or an interruption."""
+    """Go on with a run of `train` from the last step that it committed, or from a checkpoint."""
     from zerooffload.cli.train import Outputs, resume_in  # noqa: PLC0415 - imports torch
 
     with _ends_for_users(context):

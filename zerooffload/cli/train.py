@@ -10,8 +10,17 @@ from pathlib import Path
 from rich.console import Console
 
 from zerooffload.errors import ConfigError
-from zerooffload.telemetry import LastStep, TraceFile
-from zerooffload.train import Recipe, TrainingResult, is_page, read_recipe, recorded_recipe, train, write_report
+from zerooffload.telemetry import LastStep, Listener, TraceFile
+from zerooffload.train import (
+    Recipe,
+    TrainingResult,
+    checkpoint_in,
+    is_page,
+    read_recipe,
+    recorded_recipe,
+    train,
+    write_report,
+)
 from zerooffload.train.progress import ProgressBar
 from zerooffload.train.ranks import is_first_rank, this_rank
 from zerooffload.train.summary import print_summary
@@ -51,33 +60,36 @@ def train_by_recipe(path: Path, overrides: list[str], outputs: Outputs) -> Train
 
 
 def resume_in(path: Path, overrides: list[str], outputs: Outputs) -> TrainingResult:
-    """Go on with the run in an nvme path, show it, write the report.
+    """Go on with the run in an nvme path or from a checkpoint, show it, write the report.
 
     Raises
     ------
     ZeroOffloadError
         If a setting, the model, the data or a tier does not work.
     """
-    return _run(recorded_recipe(path, overrides), outputs, resume=True)
+    return _run(recorded_recipe(path, overrides), outputs, resume=True, checkpoint=checkpoint_in(path))
 
 
-def _run(recipe: Recipe, outputs: Outputs, *, resume: bool) -> TrainingResult:
+def _run(recipe: Recipe, outputs: Outputs, *, resume: bool, checkpoint: Path | None = None) -> TrainingResult:
     for what, path in (("report", outputs.report), ("trace", outputs.trace)):
         if path is not None and not path.absolute().parent.is_dir():
             # Found before training, not after it.
             raise ConfigError(f"cannot write the {what} {path}: {path.absolute().parent} is not a folder")
     with _trace_file(outputs) as traces:
         if not is_first_rank():
-            return train(recipe, resume=resume, listeners=traces)
-        return _run_as_first(recipe, outputs, traces, resume=resume)
+            return train(recipe, resume=resume, checkpoint=checkpoint, listeners=traces)
+        return _run_as_first(recipe, outputs, traces, resume=resume, checkpoint=checkpoint)
 
 
-def _run_as_first(recipe: Recipe, outputs: Outputs, traces: list[TraceFile], *, resume: bool) -> TrainingResult:
+def _run_as_first(
+    recipe: Recipe, outputs: Outputs, traces: list[TraceFile], *, resume: bool, checkpoint: Path | None
+) -> TrainingResult:
     report, last_step = outputs.report, LastStep()
     follows_steps = report is not None and is_page(report)
     console = Console()
     with ProgressBar(console) as bar:
-        result = train(recipe, bar, resume=resume, listeners=[*traces, *([last_step] if follows_steps else [])])
+        listeners: list[Listener] = [*traces, *([last_step] if follows_steps else [])]
+        result = train(recipe, bar, resume=resume, checkpoint=checkpoint, listeners=listeners)
     print_summary(console, result, endurance_tbw=outputs.drive_endurance_tbw)
     if report is not None:
         write_report(report, result, last_step.picture())

@@ -3,6 +3,15 @@
 from zerooffload.train.loop import TrainingResult, train
 from zerooffload.train.recipe import Recipe, read_recipe
 from zerooffload.train.report import is_page, write_report
-from zerooffload.train.resume import recorded_recipe
+from zerooffload.train.resume import checkpoint_in, recorded_recipe
 
-__all__ = ["Recipe", "TrainingResult", "is_page", "read_recipe", "recorded_recipe", "train", "write_report"]
+__all__ = [
+    "Recipe",
+    "TrainingResult",
+    "checkpoint_in",
+    "is_page",
+    "read_recipe",
+    "recorded_recipe",
+    "train",
+    "write_report",
+]

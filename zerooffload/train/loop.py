@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from zerooffload.integrations.huggingface import (
 from zerooffload.integrations.huggingface.tokenizers import BYTES
 from zerooffload.machine import cache_folder
 from zerooffload.planner.activations import ActivationForecast, predict_activation_bytes
+from zerooffload.runtime.saving import SaveTicket
 from zerooffload.telemetry import Listener, StepReport, process_peak_bytes
 from zerooffload.train.data import BatchOrder, Windows, open_tokens
 from zerooffload.train.process import give_freed_memory_back, resident_bytes_trimmed, warm_up
@@ -100,6 +102,7 @@ def train(
     observer: Observer | None = None,
     *,
     resume: bool = False,
+    checkpoint: Path | None = None,
     listeners: Sequence[Listener] = (),
 ) -> TrainingResult:
     """Train as the recipe says. Whatever ends it, the tiers are left empty, but for steps that were committed.
@@ -108,6 +111,8 @@ def train(
     ----------
     resume : bool
         Go on from the newest step that the nvme paths hold.
+    checkpoint : pathlib.Path, optional
+        Go on from that one.
     listeners : Sequence[Listener]
         Get what takes place in the steps.
 
@@ -140,7 +145,7 @@ def train(
     with joined_ranks(recipe.training.rank_timeout_seconds) as ranks, _offloaded(source, config, recipe) as model:
         observer.announced(result)
         loop = _Loop(model, windows, recipe, ranks)
-        _begin(loop, result, observer, resume=resume)
+        _begin(loop, result, observer, resume=resume, checkpoint=checkpoint)
         with watch(model, listeners):
             for record in loop.steps():
                 result.steps.append(record)
@@ -150,9 +155,13 @@ def train(
     return result
 
 
-def _begin(loop: _Loop, result: TrainingResult, observer: Observer, *, resume: bool) -> None:
+def _begin(loop: _Loop, result: TrainingResult, observer: Observer, *, resume: bool, checkpoint: Path | None) -> None:
     """Evaluate; a run that goes on was evaluated before."""
-    if resume:
+    if checkpoint is not None:
+        observer.doing("loading the checkpoint")
+        loop.load(checkpoint)
+        observer.resumed(loop.num_done)
+    elif resume:
         observer.doing("verifying what was committed")
         loop.resume()
         observer.resumed(loop.num_done)
@@ -186,9 +195,17 @@ class _Loop:
 
     def resume(self) -> None:
         """Go on from what the nvme paths hold."""
-        num_steps = self._recipe.training.steps
         if not zo.resume(self._model, self._optimizer):
             raise ConfigError("there is no finished step to go on from: start with zerooffload train")
+        self._find_place()
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on from a checkpoint."""
+        zo.load(checkpoint, self._model, self._optimizer)
+        self._find_place()
+
+    def _find_place(self) -> None:
+        num_steps = self._recipe.training.steps
         # Not the optimizer's steps: those that a scaler skipped count too.
         self.num_done = self._schedule.last_epoch
         if self.num_done >= num_steps:
@@ -208,8 +225,19 @@ class _Loop:
 
     def steps(self) -> Iterator[StepRecord]:
         """Train; what is yielded is done."""
+        saves = self._recipe.checkpoint
+        ticket: SaveTicket | None = None
         for step in range(self.num_done + 1, self._recipe.training.steps + 1):
             yield self._step(step)
+            if saves is not None and (step % saves.every_steps == 0 or step == self._recipe.training.steps):
+                if ticket is not None:
+                    # The one before: what failed is told before another step is trained in vain.
+                    ticket.wait()
+                ticket = zo.save(
+                    saves.directory, self._model, self._optimizer, blocking=False, keep_last=saves.keep_last
+                )
+        if ticket is not None:
+            ticket.wait()
 
     def _step(self, step: int) -> StepRecord:
         model, training, ranks = self._model, self._recipe.training, self._ranks

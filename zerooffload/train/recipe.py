@@ -153,6 +153,18 @@ class TrainingSection(BaseModel):
         return self.batch_size * self.sequence_length * self.accumulation_steps
 
 
+class CheckpointSection(BaseModel):
+    """[checkpoint]: what is saved on the way, beside the training."""
+
+    model_config = _SECTION_CONFIG
+
+    directory: ExpandedPath
+    """Made if it is not there; under torchrun one that all ranks see."""
+    every_steps: PositiveInt
+    keep_last: PositiveInt | None = None
+    """So many checkpoints stay in the directory. None: all."""
+
+
 class Recipe(BaseModel):
     """A training run."""
 
@@ -165,6 +177,7 @@ class Recipe(BaseModel):
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     training: TrainingSection
+    checkpoint: CheckpointSection | None = None
 
     @model_validator(mode="after")
     def _one_algorithm(self) -> Self:

@@ -1,12 +1,14 @@
-"""The recipe of a run that is continued: recorded with every step, read back from its directory."""
+"""The recipe of a run that is continued: recorded with every step and checkpoint, read back from there."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from zerooffload.checkpoint.folders import find_checkpoint, holds_checkpoints
+from zerooffload.checkpoint.manifest import read_manifests
 from zerooffload.errors import ConfigError
 from zerooffload.journal import read_history
 from zerooffload.journal.values import from_json
@@ -31,7 +33,7 @@ class RecordedRecipe:
 
 
 def recorded_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe:
-    """The recipe of the run in an nvme path, with settings replaced as `section.key=value` says.
+    """The recipe of the run in an nvme path, or of a checkpoint, with settings replaced as `section.key=value` says.
 
     Raises
     ------
@@ -43,7 +45,7 @@ def recorded_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe:
     values = _recorded(path)
     offload = values.setdefault("offload", {})
     offload["overwrite"] = False
-    if len(offload.get("nvme_paths", ())) == 1:
+    if len(offload.get("nvme_paths", ())) == 1 and checkpoint_in(path) is None:
         # The drive may be mounted elsewhere now.
         offload["nvme_paths"] = [str(path)]
     for text in overrides:
@@ -51,15 +53,46 @@ def recorded_recipe(path: Path, overrides: Iterable[str] = ()) -> Recipe:
     return recipe_from(values, f"the recipe recorded in {path}")
 
 
+def checkpoint_in(path: Path) -> Path | None:
+    """The newest checkpoint in a folder, or the one that the folder is; None if there is none, as in an nvme path.
+
+    Raises
+    ------
+    CheckpointError
+        If the folder cannot be read.
+    """
+    is_nvme_path = _directory_in(path).is_dir()
+    return find_checkpoint(path) if not is_nvme_path and holds_checkpoints(path) else None
+
+
 def _recorded(path: Path) -> dict[str, Any]:
     if not path.is_dir():
-        raise ConfigError(f"{path} is not a folder: name one of the nvme_paths of the run")
-    directory = rank_directory(path, int(os.environ.get("RANK", "0")))
-    history = read_history([directory], all_paths=False)
-    if not history.records:
-        raise ConfigError(f"{path} holds no run that finished a step: name the first of the nvme_paths of the run")
-    objects = history.records[max(history.records)].state.get("objects", {})
+        raise ConfigError(
+            f"{path} is not a folder: name one of the nvme_paths of the run, or where it saved checkpoints"
+        )
+    objects = _tracked(path)
     if TRACKED_NAME not in objects:
-        raise ConfigError(f"the run in {path} was not started by zerooffload train: continue it with zo.resume")
+        raise ConfigError(
+            f"the run in {path} was not started by zerooffload train: continue it with zo.resume or zo.load"
+        )
     values: dict[str, Any] = from_json(objects[TRACKED_NAME])
     return values
+
+
+def _tracked(path: Path) -> Mapping[str, Any]:
+    """The states of tracked objects, by name."""
+    checkpoint = checkpoint_in(path)
+    if checkpoint is not None:
+        return read_manifests(checkpoint)[0].run.objects
+    history = read_history([_directory_in(path)], all_paths=False)
+    if not history.records:
+        raise ConfigError(
+            f"{path} holds no run that finished a step, and no checkpoint: name the first of the nvme_paths of the run,"
+            " or where it saved checkpoints"
+        )
+    objects: Mapping[str, Any] = history.records[max(history.records)].state.get("objects", {})
+    return objects
+
+
+def _directory_in(path: Path) -> Path:
+    return rank_directory(path, int(os.environ.get("RANK", "0")))

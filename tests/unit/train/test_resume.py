@@ -6,9 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.hostile_files import signed_manifest
 
 import zerooffload as zo
-from zerooffload.train import Recipe, recorded_recipe, train
+from zerooffload.train import Recipe, checkpoint_in, recorded_recipe, train
 from zerooffload.train.loop import Observer, StepRecord
 
 pytest.importorskip("transformers")
@@ -81,3 +82,32 @@ def test_what_cannot_be_continued_says_why(recipe: Recipe, make_recipe: MakeReci
         train(recipe, resume=True)
     with pytest.raises(zo.ConfigError, match="resumes from checkpoints only"):
         train(make_recipe(training=STEPS), resume=True)
+
+
+def test_a_run_that_saves_goes_on_from_its_newest_checkpoint(
+    make_recipe: MakeRecipe, nvme: Path, tmp_path: Path
+) -> None:
+    """On host, then on nvme."""
+    directory = tmp_path / "checkpoints"
+    saves = {"directory": str(directory), "every_steps": 2, "keep_last": 2}
+    recipe = make_recipe(training=STEPS, schedule={"kind": "cosine", "warmup_steps": 2}, checkpoint=saves)
+    whole = train(recipe)
+    assert [path.name.rpartition("-")[2] for path in sorted(directory.iterdir())] == ["00000004", "00000006"]
+    with pytest.raises(zo.ConfigError, match=r"6 of its 6 steps"):
+        train(recorded_recipe(directory), checkpoint=checkpoint_in(directory))
+    elsewhere = ["offload.params=nvme", "offload.optimizer=nvme", f'offload.nvme_paths=["{nvme}"]']
+    oldest = min(directory.iterdir())
+    rest = train(recorded_recipe(oldest, elsewhere), checkpoint=checkpoint_in(oldest))
+    expected = [(record.step, record.loss, record.lr, record.grad_norm) for record in whole.steps[4:]]
+    assert [(record.step, record.loss, record.lr, record.grad_norm) for record in rest.steps] == expected
+    assert rest.heldout_after == whole.heldout_after
+
+
+def test_a_checkpoint_of_another_loop_is_told(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    saves = {"directory": str(tmp_path), "every_steps": 6}
+    train(make_recipe(training=STEPS, checkpoint=saves))
+    (manifest,) = tmp_path.rglob("rank-00000.json")
+    line = manifest.read_bytes().partition(b"\n")[0]
+    manifest.write_bytes(signed_manifest(line.replace(b'"recipe":', b'"receipt":', 1)))
+    with pytest.raises(zo.ConfigError, match=r"was not started by zerooffload train: .* zo\.load"):
+        recorded_recipe(tmp_path)
