@@ -51,6 +51,8 @@ class Loading:
     ----------
     rank : int
         Of this rank among all that train the model.
+    names : Sequence[Sequence[str]]
+        All names of each parameter of the model, those of its other parts included.
 
     Raises
     ------
@@ -69,6 +71,7 @@ class Loading:
         units: Sequence[Unit],
         states: OptimizerStates,
         *,
+        names: Sequence[Sequence[str]],
         resources: Resources,
         parts: Parts,
     ) -> None:
@@ -80,7 +83,7 @@ class Loading:
             self._reader = self._open.enter_context(ShardReader(find_checkpoint(directory)))
             self._saved = self._reader.checkpoint.params
             self._check_algorithm(states.algorithm)
-            self._check_model()
+            self._check_model(names)
             host = resources.budgets[TierName.HOST]
             self._open.callback(host.lease(self._reader.kept_nbytes, HOLDER).release)
             self._chunks = owned_chunks(units)
@@ -197,9 +200,9 @@ class Loading:
                 f' zo.offload with OffloadConfig(algorithm="{saved}")'
             )
 
-    def _check_model(self) -> None:
+    def _check_model(self, names: Sequence[Sequence[str]]) -> None:
         held, path = held_params(self._units), self._reader.path
-        missing, unexpected = missing_and_unexpected(self._reader.checkpoint, [item.param.names for item in held])
+        missing, unexpected = missing_and_unexpected(self._reader.checkpoint, names)
         if missing or unexpected:
             told = {"it lacks": missing, "the model lacks": unexpected}
             lists = "; ".join(f"{what} {_listed(names)}" for what, names in told.items() if names)

@@ -36,7 +36,7 @@ from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.kept_steps import KeptSteps
 from zerooffload.runtime.landing import Landing
 from zerooffload.runtime.loading import Loading
-from zerooffload.runtime.logical_states import LogicalStates, StateChunk
+from zerooffload.runtime.logical_states import LogicalStates, StateChunk, held_params
 from zerooffload.runtime.param_access import ParamAccess
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
@@ -235,12 +235,16 @@ class Run:
     def _loading(self, directory: Path) -> Loading:
         """On every rank or on none. Collective."""
         ranks = gather_from_all(self._collectives, self.global_rank)
+        mine = [held.param.names for held in held_params(self.units)]
+        names = [of_param for of_part in self._collectives.gather_of_parts(mine) for of_param in of_part]
         made: list[Loading] = []
 
         def make() -> None:
             rank = ranks.index(self.global_rank)
             resources, parts = self._resources, self._parts
-            made.append(Loading(directory, rank, self.units, self._states, resources=resources, parts=parts))
+            made.append(
+                Loading(directory, rank, self.units, self._states, names=names, resources=resources, parts=parts)
+            )
 
         try:
             agree(self._collectives, make, "loading a checkpoint")
