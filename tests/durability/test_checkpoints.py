@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -34,6 +36,7 @@ from support.small_models import batch, small_llama
 from torch import nn
 
 import zerooffload as zo
+from zerooffload.checkpoint.manifest import read_manifests
 from zerooffload.config import TierName
 from zerooffload.runtime import saving
 from zerooffload.runtime.logical_states import StateChunk
@@ -480,6 +483,34 @@ def test_what_else_must_be_as_it_was(scratch: Path) -> None:
         with pytest.raises(zo.ConfigError, match="another was not tracked"):
             load(run, scratch / "checkpoints")
         run.one_batch()
+
+
+def test_an_optimizer_with_other_moments_is_refused(scratch: Path) -> None:
+    with training(scenario(), scratch / "a", real_environment()) as run:
+        save(run, scratch / "checkpoints")
+        model = zo.offload(scenario().model(), zo.OffloadConfig(algorithm="lion", threads=1))
+        with pytest.raises(zo.ConfigError, match=r"saved with adamw, .* than lion: .*algorithm=.adamw."):
+            zo.load(scratch / "checkpoints", model, zo.Lion(model.parameters()))
+        zo.close(model)
+
+
+LEAVES = """
+import torch, zerooffload as zo
+from torch import nn
+model = zo.offload(nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))), zo.OffloadConfig(threads=1))
+optimizer = zo.AdamW(model.parameters())
+model(torch.ones(1, 512)).sum().backward()
+optimizer.step()
+zo.save({directory!r}, model, optimizer, "left", blocking=False)
+"""
+
+
+def test_an_exit_finishes_the_save(scratch: Path) -> None:
+    directory = str(scratch / "checkpoints")
+    subprocess.run([sys.executable, "-P", "-c", LEAVES.format(directory=directory)], check=True)
+    (path,) = Path(directory).iterdir()
+    assert path.name == "save-00000001-step-00000001"
+    assert read_manifests(path)[0].extra == "left"
 
 
 def test_wrong_calls(scratch: Path) -> None:

@@ -186,7 +186,7 @@ NEVER_BEHIND = "the simulated device's compute is never behind: see test_release
 COVERED: dict[tuple[str, Wait], tuple[str, Case | None]] = {
     ("device_tier.leave", Wait.STATE_COPY): (NEVER_BEHIND, None),
     ("device_tier.come_back", Wait.STATE_COPY): (NEVER_BEHIND, None),
-    ("snapshots.before_change", Wait.SNAPSHOT): (f"{BY_CHANCE} test_snapshots.py", None),
+    ("snapshots.before_change", Wait.SNAPSHOT): (f"{BY_CHANCE} test_checkpoints.py", None),
     ("stream._bring", Wait.GRADIENT_WRITE): (f"{BY_CHANCE} test_update_queue.py", None),
     ("update_queue._wait_for", Wait.UPDATE): (f"{BY_CHANCE} test_update_queue.py", None),
     ("copy_down.finish", Wait.GRADIENT_LANDING): (f"{BY_CHANCE} test_copy_down.py", None),
