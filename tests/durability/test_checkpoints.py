@@ -624,3 +624,32 @@ def test_a_hostile_folder_is_refused_by_the_name_of_its_file(
         assert run.moment().differences(moment) == []
         run.one_batch()
     assert sorted(str(found) for found in scratch.rglob("*") if "drive" not in str(found)) == before
+
+
+def test_ctrl_c_ends_a_save_and_no_more(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with training(scenario("nvme"), scratch / "a", real_environment()) as run:
+        run.one_batch()
+        with monkeypatch.context() as patch:
+            patch.setattr(saving._Job, "_write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                save(run, scratch / "checkpoints")
+        assert list((scratch / "checkpoints").iterdir()) == []
+        run.one_batch()
+        save(run, scratch / "checkpoints")
+        run.one_batch()
+    assert len(list((scratch / "checkpoints").iterdir())) == 1
+
+
+def test_without_threads_a_save_is_done_at_once(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with training(scenario(), scratch / "a", real_environment()) as run:
+        run.one_batch()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert save(run, scratch / "checkpoints", blocking=False).done()
+        load(run, scratch / "checkpoints")

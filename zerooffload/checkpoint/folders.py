@@ -129,7 +129,10 @@ class PartFolder:
     def abandon(self) -> None:
         """Remove it, if it is not a checkpoint; again is harmless."""
         if self._fd >= 0:
-            _remove(self.path)
+            try:
+                _remove(self.path)
+            except OSError as error:
+                _log.warning("%s cannot be removed: %s", self.path, error.strerror)
             self.close()
 
     def close(self) -> None:

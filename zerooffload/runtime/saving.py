@@ -125,16 +125,14 @@ class Saver:
         except BaseException:
             job.abandon()
             raise
-        self._ticket = ticket = SaveTicket(directory / name.final)
+        ticket = SaveTicket(directory / name.final)
         self._snapshots.current = job.snapshot
         if blocking:
             self._finish(job, ticket, keep_last)
             ticket.wait()
         else:
-            thread = threading.Thread(
-                target=self._finish_in_background, args=(job, ticket, keep_last), name="zerooffload-save", daemon=True
-            )
-            thread.start()
+            self._ticket = ticket
+            self._begin_thread(job, ticket, keep_last)
         return ticket
 
     def finish(self) -> None:
@@ -143,15 +141,28 @@ class Saver:
             with suppress(Exception):
                 self._ticket.wait()
 
-    def _finish_in_background(self, job: _Job, ticket: SaveTicket, keep_last: int | None) -> None:
-        with self._parts.recorder.in_background():
+    def _begin_thread(self, job: _Job, ticket: SaveTicket, keep_last: int | None) -> None:
+        def finish() -> None:
+            with self._parts.recorder.in_background():
+                self._finish(job, ticket, keep_last)
+
+        try:
+            threading.Thread(target=finish, name="zerooffload-save", daemon=True).start()
+        except RuntimeError:
+            # The system has no thread left: it is done at once.
             self._finish(job, ticket, keep_last)
 
     def _finish(self, job: _Job, ticket: SaveTicket, keep_last: int | None) -> None:
-        failure = job.finish(keep_last)
-        self._snapshots.current = None
-        job.abandon()
-        ticket.over(failure)
+        """The rest of a save, whatever comes of it; the ticket tells."""
+        failure: BaseException | None = None
+        try:
+            failure = job.finish(keep_last)
+        except BaseException as error:  # noqa: BLE001 - raised by who waits
+            failure = error
+        finally:
+            self._snapshots.current = None
+            job.abandon()
+            ticket.over(failure)
 
     def _role(self) -> _Role:
         """Who writes what. Collective."""
