@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 import xxhash
 
@@ -157,7 +158,8 @@ def _take(left: list[torch.Tensor], target: torch.Tensor) -> None:
     while done < target.numel():
         source = left[0]
         length = min(source.numel(), target.numel() - done)
-        target[done : done + length].copy_(source[:length])
+        # Torch's copy takes its threads, which training beside a save wants for itself.
+        np.copyto(target[done : done + length].numpy(), source[:length].numpy())
         done += length
         if length == source.numel():
             left.pop(0)
