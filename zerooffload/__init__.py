@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         ZeroOffloadError,
     )
     from zerooffload.integrations.huggingface import load_pretrained
+    from zerooffload.integrations.huggingface.export import export_safetensors
     from zerooffload.optim import SGD, Adagrad, Adam, AdamW, GradScaler, Lion
     from zerooffload.telemetry import StepReport, TierUsage
 
@@ -63,6 +64,7 @@ _HOMES = {
     "ZeroOffloadError": "errors",
     "clip_grad_norm_": "entry",
     "close": "entry",
+    "export_safetensors": "integrations.huggingface.export",
     "full_params": "entry",
     "load": "entry",
     "load_pretrained": "integrations.huggingface",
@@ -97,6 +99,7 @@ __all__ = [
     "ZeroOffloadError",
     "clip_grad_norm_",
     "close",
+    "export_safetensors",
     "full_params",
     "load",
     "load_pretrained",

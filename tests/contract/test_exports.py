@@ -29,6 +29,7 @@ FACE = [
     "ZeroOffloadError",
     "clip_grad_norm_",
     "close",
+    "export_safetensors",
     "full_params",
     "load",
     "load_pretrained",
@@ -80,6 +81,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ("no_sync", "(model)"),
         ("trace", "(model, path, *, steps=None)"),
         ("close", "(model)"),
+        (
+            "export_safetensors",
+            "(model, directory, *, dtype=None, max_shard_size='5GB', base_model=False, overwrite=False)",
+        ),
         (
             "AdamW",
             "(params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.01, *, maximize=False)",

@@ -333,12 +333,7 @@ class Run:
 
     def release_device(self) -> None:
         """See `zo.release_device`."""
-        self._check_usable()
-        self._schedule.recover()
-        if self._schedule.is_under_way or self.access.is_open:
-            raise ConfigError(
-                "the model is in use: call zo.release_device outside of its forward and backward and of zo.full_params"
-            )
+        self.check_idle("zo.release_device")
         self._updates.finish()
         self._gradients.drain()
         self._residency.send_home()
@@ -477,6 +472,11 @@ class Run:
             raise failure
 
     @property
+    def collectives(self) -> Collectives:
+        """Of the ranks that train the model."""
+        return self._collectives
+
+    @property
     def moves(self) -> bool:
         """Whether values of parameters are away from the device, and so gone when the run ends."""
         return any(part.can_be_away for unit in self.units for part in unit.parts)
@@ -526,6 +526,21 @@ class Run:
         self.kept.check_resumed()
         self._check_alive()
         self.check_on_device()
+
+    def check_idle(self, call: str) -> None:
+        """See that nothing uses the model.
+
+        Raises
+        ------
+        ConfigError
+            Inside of its forward and backward and of `full_params`.
+        """
+        self._check_usable()
+        self._schedule.recover()
+        if self._schedule.is_under_way or self.access.is_open:
+            raise ConfigError(
+                f"the model is in use: call {call} outside of its forward and backward and of zo.full_params"
+            )
 
     def check_on_device(self) -> None:
         """See that the run may use the device.
