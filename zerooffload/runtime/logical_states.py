@@ -156,6 +156,8 @@ class LogicalStates:
         The host's; `num_slots` chunks, without what the host can address in place, are leased from it.
     states : Collection[str], optional
         The states that are wanted; default: all.
+    ring : StagingRing, optional
+        Nobody else uses it meanwhile: it serves where its slots are large enough, and nothing is leased then.
 
     Raises
     ------
@@ -171,13 +173,17 @@ class LogicalStates:
         *,
         states: Collection[str] | None = None,
         num_slots: int = NUM_SLOTS,
+        ring: StagingRing | None = None,
     ) -> None:
         self._parts = parts
         self._states = states
         slot_nbytes = max(
             (sum(self._staged_nbytes(block, chunk) for block in self._blocks(chunk)) for chunk in chunks), default=0
         )
-        self._ring = StagingRing(HOLDER, num_slots, slot_nbytes, budget, parts.accelerator)
+        self._is_borrowed = ring is not None and ring.slot_nbytes >= slot_nbytes
+        if ring is None or not self._is_borrowed:
+            ring = StagingRing(HOLDER, num_slots, slot_nbytes, budget, parts.accelerator)
+        self._ring = ring
 
     def __enter__(self) -> Self:
         return self
@@ -190,7 +196,8 @@ class LogicalStates:
         try:
             self._ring.drain(self._parts.waits)
         finally:
-            self._ring.close()
+            if not self._is_borrowed:
+                self._ring.close()
 
     def read(self, chunks: Iterable[StateChunk]) -> Iterator[tuple[StateChunk, dict[str, torch.Tensor]]]:
         """Each chunk with views of its states, 1D, `[items of the chunk]`, that hold until the next one is asked for.

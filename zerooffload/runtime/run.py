@@ -394,8 +394,15 @@ class Run:
             if residence is not None:
                 self._gradients.discard(residence.part, residence.slot_index)
 
-    def logical_states(self, chunks: Sequence[StateChunk], states: Collection[str] | None = None) -> LogicalStates:
+    def logical_states(
+        self, chunks: Sequence[StateChunk], states: Collection[str] | None = None, *, alone: bool = False
+    ) -> LogicalStates:
         """A way to read and write state chunks as they are after the last step; see `LogicalStates`.
+
+        Parameters
+        ----------
+        alone : bool
+            The model is not used before the end of it, so the run's own staging ring serves.
 
         Raises
         ------
@@ -407,7 +414,15 @@ class Run:
         self._check_usable()
         self._updates.drop_ahead()
         self._updates.wait_idle()
-        return LogicalStates(chunks, self._resources.budgets[TierName.HOST], self._parts, states=states)
+        if alone:
+            self._residency.settle()
+        return LogicalStates(
+            chunks,
+            self._resources.budgets[TierName.HOST],
+            self._parts,
+            states=states,
+            ring=self._resources.ring if alone else None,
+        )
 
     def read_optimizer_state(self, param: nn.Parameter) -> dict[str, torch.Tensor]:
         """See `OptimizerRun`."""

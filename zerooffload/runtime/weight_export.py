@@ -58,8 +58,6 @@ def write_parameters(run: Run, units: Sequence[Unit], tensors: Iterable[FileTens
     ------
     ConfigError
         If a value is too large for fp16; while parameters are in use.
-    BudgetError
-        If the host's budget lacks the few chunks that are read at once.
     CheckpointError, TierIOError
         If something cannot be read or written.
     """
@@ -80,7 +78,7 @@ def write_parameters(run: Run, units: Sequence[Unit], tensors: Iterable[FileTens
 
     chunks = [chunk for chunk in state_chunks(units) if any(made_of(piece) for piece in chunk.pieces)]
     run.check_idle("zo.export_safetensors")
-    with torch.no_grad(), run.logical_states(chunks, states) as homes:
+    with torch.no_grad(), run.logical_states(chunks, states, alone=True) as homes:
         for chunk, views in homes.read(chunks):
             for piece in chunk.pieces:
                 for tensor in made_of(piece):

@@ -93,6 +93,8 @@ class StagingRing:
     ----------
     goes_round : bool
         Records are asked for in the same order again and again, not there and back; see the note.
+    slot_nbytes : int
+        Bytes of a slot.
     buffers : list[torch.Tensor]
         The memory of the slots that work needs; it stays where it is until the ring is closed.
     """
@@ -110,7 +112,7 @@ class StagingRing:
         self.goes_round = False
         self.num_working = num_slots if slot_nbytes else 0
         self.num_slots = self.num_working + (num_cached if slot_nbytes else 0)
-        self._slot_nbytes = slot_nbytes
+        self.slot_nbytes = slot_nbytes
         self._accelerator = accelerator
         self._leases: list[Lease] = [budget.lease(ring_nbytes(num_slots, slot_nbytes), holder)]
         # For who asks for memory while another thread stages. Reentrant: garbage collection may release a lease.
@@ -254,7 +256,7 @@ class StagingRing:
             lease.release()
 
     def _make_slot(self) -> torch.Tensor:
-        memory = self._accelerator.host_buffer(self._slot_nbytes)
+        memory = self._accelerator.host_buffer(self.slot_nbytes)
         self._empty[StagingSlot(memory)] = None
         self._num_made += 1
         return memory
@@ -262,7 +264,7 @@ class StagingRing:
     def _give_up(self, nbytes: int) -> None:
         """Shrink the cache by so many bytes, as far as it can."""
         with self._lock:
-            wanted = min(-(-nbytes // self._slot_nbytes), self.num_slots - self.num_working)
+            wanted = min(-(-nbytes // self.slot_nbytes), self.num_slots - self.num_working)
             for slot in [slot for slot in self._full.values() if all(item.done() for item in slot.leaving)]:
                 if self._num_unmade >= wanted or self._num_made <= self.num_working:
                     break
@@ -270,7 +272,7 @@ class StagingRing:
                 self._num_made -= 1
             given = min(wanted, self._num_unmade)
             self.num_slots -= given
-        self._leases[-1].shrink(ring_nbytes(given, self._slot_nbytes))
+        self._leases[-1].shrink(ring_nbytes(given, self.slot_nbytes))
 
     def _forget(self, slot: StagingSlot) -> None:
         """What a transfer that failed was to bring or take is not there."""

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import zerooffload as zo
-from zerooffload import CheckpointError, ConfigError
+from zerooffload import BudgetError, CheckpointError, ConfigError
 from zerooffload.checkpoint import weights_writer
 from zerooffload.checkpoint.weights_folder import read_weights
 from zerooffload.runtime import weight_export
@@ -50,7 +50,7 @@ def offloaded(model: nn.Module, tmp_path: Path, **fields: Any) -> Iterator[nn.Mo
     nvme = tmp_path / "nvme"
     nvme.mkdir(exist_ok=True)
     limits = {"host_memory": "64MiB", "nvme_space": "64MiB", "threads": 1}
-    zo.offload(model, zo.OffloadConfig(nvme_paths=[nvme], **limits, **fields))
+    zo.offload(model, zo.OffloadConfig(nvme_paths=[nvme], **{**limits, **fields}))
     try:
         yield model
     finally:
@@ -143,6 +143,23 @@ def test_training_goes_on_as_if_nothing_had_been_exported(tmp_path: Path) -> Non
             train(model, 1)
             states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
     assert_same(states[1], states[0])
+
+
+@pytest.mark.parametrize("homes", [{}, NVME, {"optimizer": "nvme"}, {"params": "nvme"}])
+def test_the_least_budget_in_which_it_trains_is_enough(homes: dict[str, str], tmp_path: Path) -> None:
+    too_little, enough = 0, 1 << 22
+    while enough - too_little > 1:
+        tried = (too_little + enough) // 2
+        limits = {"host_memory": tried, "device_memory": tried}
+        try:
+            with offloaded(small_llama(), tmp_path, **homes, **limits, compute_dtype="bf16"):
+                enough = tried
+        except BudgetError:
+            too_little = tried
+    limits = {"host_memory": enough, "device_memory": enough}
+    with offloaded(small_llama(), tmp_path, **homes, **limits, compute_dtype="bf16") as model:
+        train(model, 1)
+        zo.export_safetensors(model, tmp_path / "out", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("compute_dtype", ["bf16", "fp16"])

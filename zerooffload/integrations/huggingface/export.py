@@ -87,8 +87,6 @@ def export_safetensors(
         made, or holds files.
     CheckpointError
         If the files cannot be written, or do not hold what they were given. Nothing of them is left then.
-    BudgetError
-        If the host's budget lacks the few chunks that are read at once.
     """
     run, units = units_of(model)
     if not isinstance(run, Run):
