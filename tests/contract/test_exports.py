@@ -83,7 +83,8 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ("close", "(model)"),
         (
             "export_safetensors",
-            "(model, directory, *, dtype=None, max_shard_size='5GB', base_model=False, overwrite=False)",
+            "(model, directory, *, dtype=None, max_shard_size='5GB', base_model=False,"
+            " tokenizer=None, overwrite=False)",
         ),
         (
             "AdamW",

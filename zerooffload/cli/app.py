@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -87,6 +88,14 @@ _Endurance = Annotated[
 ]
 
 
+class _Dtype(Enum):
+    """Of exported weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
 @app.command()
 def train(
     context: typer.Context,
@@ -121,6 +130,27 @@ def resume(
 
     with _ends_for_users(context):
         resume_in(folder, set_ or [], Outputs(report, trace, trace_steps, drive_endurance_tbw))
+
+
+@app.command()
+def export(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(help="The first nvme path of a run, or its checkpoints.", metavar="DIR")],
+    folder: Annotated[Path, typer.Argument(help="The folder to make.", metavar="FOLDER")],
+    *,
+    set_: _Settings = None,
+    dtype: Annotated[
+        _Dtype | None,
+        typer.Option(help="Of the weights; fp32: the exact masters. Default: as they were trained."),
+    ] = None,
+    max_shard_size: Annotated[str, typer.Option(metavar="BYTES", help="Of a file, such as 5GB.")] = "5GB",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that holds weights.")] = False,
+) -> None:
+    """Write the model of a run of `train`, as its last committed step or a checkpoint has it, for from_pretrained."""
+    from zerooffload.cli.export import Output, export_from  # noqa: PLC0415 - imports torch
+
+    with _ends_for_users(context):
+        export_from(run, set_ or [], Output(folder, dtype and dtype.value, max_shard_size, overwrite=overwrite))
 
 
 @app.command()

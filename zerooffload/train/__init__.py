@@ -1,5 +1,6 @@
 """Fine-tuning causal language models by recipe: what `zerooffload train` runs."""
 
+from zerooffload.train.export import export_run
 from zerooffload.train.loop import TrainingResult, train
 from zerooffload.train.recipe import Recipe, read_recipe
 from zerooffload.train.report import is_page, write_report
@@ -9,6 +10,7 @@ __all__ = [
     "Recipe",
     "TrainingResult",
     "checkpoint_in",
+    "export_run",
     "is_page",
     "read_recipe",
     "recorded_recipe",

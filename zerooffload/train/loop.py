@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,7 +133,7 @@ def train(
     give_freed_memory_back()
     device = default_accelerator().device
     result.computes_on_host = device.type == "cpu"
-    source = _model_source(recipe)
+    source = model_source(recipe)
     config = model_config(source)
     observer.doing("reading the data")
     windows = _windows(recipe, int(config.get_text_config().vocab_size))
@@ -142,7 +142,8 @@ def train(
     warm_up()
     result.baseline_bytes = resident_bytes_trimmed()
     observer.doing("loading the model")
-    with joined_ranks(recipe.training.rank_timeout_seconds) as ranks, _offloaded(source, config, recipe) as model:
+    opening = offloaded(lambda: _opened(source, config, recipe), recipe)
+    with joined_ranks(recipe.training.rank_timeout_seconds) as ranks, opening as model:
         observer.announced(result)
         loop = _Loop(model, windows, recipe, ranks)
         _begin(loop, result, observer, resume=resume, checkpoint=checkpoint)
@@ -300,7 +301,8 @@ def evaluate(model: nn.Module, windows: Windows, batch_size: int) -> float:
     return total / windows.num_heldout
 
 
-def _model_source(recipe: Recipe) -> ModelSource:
+def model_source(recipe: Recipe) -> ModelSource:
+    """What [model] names."""
     section = recipe.model
     return ModelSource(
         name=section.name,
@@ -342,8 +344,11 @@ def _predict(recipe: Recipe, source: ModelSource, config: object, device: torch.
 
 
 @contextmanager
-def _offloaded(source: ModelSource, config: object, recipe: Recipe) -> Iterator[nn.Module]:
-    model = offload_opened(lambda: _opened(source, config, recipe), recipe.placement)
+def offloaded(
+    open_model: Callable[[], AbstractContextManager[tuple[nn.Module, ModelWeights | None]]], recipe: Recipe
+) -> Iterator[nn.Module]:
+    """The model that `open_model` makes, on the tiers that a recipe names; they are given back in any case."""
+    model = offload_opened(open_model, recipe.placement)
     try:
         yield model
     finally:

@@ -16,6 +16,8 @@ from zerooffload.tiers.directory import rank_directory
 from zerooffload.train.recipe import Recipe, override, recipe_from
 
 TRACKED_NAME = "recipe"
+TRACKED_NAMES = ("schedule", "scaler", "order", TRACKED_NAME)
+"""What a run tracks."""
 
 
 class RecordedRecipe:

@@ -6,11 +6,18 @@ from zerooffload.integrations.huggingface.models import (
     model_config,
     random_model,
     resolve_folder,
+    source_config,
 )
 from zerooffload.integrations.huggingface.pretrained import load_pretrained, opened_model
 from zerooffload.integrations.huggingface.slicing import SLICE_RULES, slice_language_loss
 from zerooffload.integrations.huggingface.smollm2 import prepare_smollm2
-from zerooffload.integrations.huggingface.tokenizers import ByteTokenizer, HubTokenizer, Tokenizer, load_tokenizer
+from zerooffload.integrations.huggingface.tokenizers import (
+    ByteTokenizer,
+    HubTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    original_tokenizer,
+)
 
 __all__ = [
     "SLICE_RULES",
@@ -23,8 +30,10 @@ __all__ = [
     "load_tokenizer",
     "model_config",
     "opened_model",
+    "original_tokenizer",
     "prepare_smollm2",
     "random_model",
     "resolve_folder",
     "slice_language_loss",
+    "source_config",
 ]

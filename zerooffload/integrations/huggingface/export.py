@@ -56,6 +56,7 @@ def export_safetensors(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     base_model: bool = False,
+    tokenizer: Any = None,
     overwrite: bool = False,
 ) -> None:
     """Write a folder that `from_pretrained` loads, piece by piece: no tensor is ever whole in memory.
@@ -77,6 +78,8 @@ def export_safetensors(
         Bytes of tensors in a file; a larger tensor has a file of its own.
     base_model : bool
         Of a model with adapters, write the model below them, and the adapters to the folder "adapter" inside.
+    tokenizer : optional
+        Of transformers: its files go into the folder.
     overwrite : bool
         Replace a folder that holds weights already, with all that is in it.
 
@@ -103,6 +106,12 @@ def export_safetensors(
         weights = _weights_of(model, _checked(dtype), _most_nbytes(max_shard_size), base_model=base_model)
         return StagedFolder(Path(directory), replace=overwrite), weights
 
+    def finish() -> None:
+        if tokenizer is not None:
+            with transformers_errors("the tokenizer cannot be written"):
+                tokenizer.save_pretrained(folder.path)
+        _finish(folder, weights, written)
+
     def write() -> list[Spans]:
         return [part.write(run, units, folder.path, buffers=is_first) for part in weights if writes]
 
@@ -110,7 +119,7 @@ def export_safetensors(
     try:
         agree(ranks, lambda: _create(folder, weights) if is_first else None, "making the folder")
         written = ranks.gather_objects(agree(ranks, write, "writing the weights"))
-        agree(ranks, lambda: _finish(folder, weights, written) if is_first else None, "finishing the folder")
+        agree(ranks, lambda: finish() if is_first else None, "finishing the folder")
     finally:
         folder.discard()
 

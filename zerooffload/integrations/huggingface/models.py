@@ -74,8 +74,8 @@ def is_gguf(name: str) -> bool:
     return name.endswith(".gguf") and Path(name).expanduser().is_file()
 
 
-def model_config(source: ModelSource) -> Any:
-    """The transformers configuration of the model.
+def source_config(source: ModelSource) -> Any:
+    """The transformers configuration of the model, as it is published.
 
     Raises
     ------
@@ -87,15 +87,19 @@ def model_config(source: ModelSource) -> Any:
 
         if source.name is not None and is_gguf(source.name):
             with GgufFile(Path(source.name).expanduser()) as file:
-                config = AutoConfig.for_model(**llama_config(file))
-        elif source.name is not None:
+                return AutoConfig.for_model(**llama_config(file))
+        if source.name is not None:
             folder = resolve_folder(source.name, trust_remote_code=source.trust_remote_code)
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
-        elif isinstance(source.config, Path):
-            config = AutoConfig.from_pretrained(source.config.expanduser())
-        else:
-            fields = dict(source.config or {})
-            config = AutoConfig.for_model(fields.pop("model_type", "(missing model_type)"), **fields)
+            return AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
+        if isinstance(source.config, Path):
+            return AutoConfig.from_pretrained(source.config.expanduser())
+        fields = dict(source.config or {})
+        return AutoConfig.for_model(fields.pop("model_type", "(missing model_type)"), **fields)
+
+
+def model_config(source: ModelSource) -> Any:
+    """The configuration to train with; raises as `source_config` does."""
+    config = source_config(source)
     # Training reads no cache, and one that is filled holds every block's keys and values.
     config.use_cache = False
     return config

@@ -81,10 +81,21 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Tokenizer:
         return ByteTokenizer()
     if is_gguf(name):
         raise ConfigError(f"the tokenizer in {name} is not read: name a folder, or {BYTES!r}, as [model] tokenizer")
+    return HubTokenizer(original_tokenizer(name, trust_remote_code=trust_remote_code))
+
+
+def original_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model folder or hub name, as transformers has it.
+
+    Raises
+    ------
+    ConfigError
+        If there is none.
+    """
     folder = resolve_folder(name, trust_remote_code=trust_remote_code)
     if not any((folder / file).is_file() for file in ("tokenizer.json", "tokenizer_config.json")):
         raise ConfigError(f"{folder} holds no tokenizer: name one, or {BYTES!r}, as the tokenizer of [model]")
     with transformers_errors(f"the tokenizer in {folder} cannot be used"):
         from transformers import AutoTokenizer  # noqa: PLC0415 - an extra
 
-        return HubTokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code))
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
