@@ -46,6 +46,11 @@ FACE = [
 ]
 
 
+EXPORT_SIGNATURE = (
+    "(model, directory, *, dtype=None, max_shard_size='5GB', base_model=False, tokenizer=None, overwrite=False)"
+)
+
+
 def test_the_public_face_is_exactly_this() -> None:
     assert sorted(zo.__all__) == FACE
     assert [name for name in dir(zo) if not name.startswith("__")] == FACE
@@ -83,8 +88,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ("close", "(model)"),
         (
             "export_safetensors",
-            "(model, directory, *, dtype=None, max_shard_size='5GB', base_model=False,"
-            " tokenizer=None, overwrite=False)",
+            EXPORT_SIGNATURE,
         ),
         (
             "AdamW",
