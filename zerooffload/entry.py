@@ -18,6 +18,7 @@ from zerooffload.checkpoint.model_weights import ModelWeights, match, refuse_inc
 from zerooffload.checkpoint.weights_folder import WeightsFolder
 from zerooffload.config import OffloadConfig
 from zerooffload.errors import ConfigError
+from zerooffload.runtime import dcp_exchange
 from zerooffload.runtime.build import Environment, build_run, environment, move_buffers
 from zerooffload.runtime.ordinary_calls import make_ordinary_calls_right
 from zerooffload.runtime.param_access import units_of
@@ -362,6 +363,67 @@ def load(
         If the host's budget has no room for what is on its way from the files.
     """
     return _run_of(model.parameters()).load(Path(directory), _as_list(optimizer))
+
+
+def save_dcp(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+) -> None:
+    """Write a checkpoint that `torch.distributed.checkpoint` loads: for FSDP2, torchtitan and others. Collective.
+
+        zo.save_dcp("for-fsdp2", model, optimizer)
+
+    It holds `model.<name>` in fp32 (what is trained in 16 bits as its exact master) and what
+    `torch.distributed.checkpoint.state_dict` calls the optimizer's state, with each parameter's count of steps. States
+    pass by in pieces. To save for going on here, use `zo.save`.
+
+    Parameters
+    ----------
+    directory : path
+        New or empty, on a file system that all ranks see. It has its name when all is written.
+    optimizer : optional
+        Default: the parameters alone.
+
+    Raises
+    ------
+    ConfigError
+        If the model is not offloaded or in use, is a stage of a pipeline, or the directory cannot be made.
+    CheckpointError
+        If it cannot be written; nothing of it is left then.
+    """
+    run = _run_of(model.parameters())
+    dcp_exchange.save_dcp(run, model, _as_list(optimizer), run.rule, Path(directory))
+
+
+def load_dcp(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+) -> None:
+    """Take over a checkpoint of `torch.distributed.checkpoint`, however it was sharded. Collective.
+
+        zo.load_dcp("from-fsdp2", model, optimizer)
+
+    Parameters, persistent buffers, moments and step counts are found by the model's names, whatever model and optimizer
+    are called in the checkpoint; settings such as the learning rate stay your optimizer's. Only what a piece needs is
+    read, and no code of the checkpoint is run.
+
+    Parameters
+    ----------
+    optimizer : optional
+        Default: the parameters alone are taken, and moments begin afresh.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no checkpoint, it is damaged, holds what could run code, or is of another model. If it says so while
+        states are written, the run cannot go on.
+    ConfigError
+        If the model is not offloaded, or in use.
+    """
+    run = _run_of(model.parameters())
+    dcp_exchange.load_dcp(run, model, _as_list(optimizer), run.rule, Path(directory))
 
 
 def sliced_loss(

@@ -107,14 +107,18 @@ def measure(rank: int, world_size: int, folder: str) -> dict[str, int]:
         optimizer.zero_grad()
     trained = peak_nbytes()
     out = Path(folder) / "out"
-    zo.export_safetensors(model, out, dtype=torch.float32, max_shard_size="20MB")
     result = {
         "trained": trained,
-        "exported": peak_nbytes(),
         "states": 16 * sum(param.numel() for param in model.parameters()),
         "budget": budget,
-        "weights": sum(path.stat().st_size for path in out.glob("*.safetensors")),
     }
+    zo.export_safetensors(model, out, dtype=torch.float32, max_shard_size="20MB")
+    result["exported"] = peak_nbytes()
+    result["weights"] = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    zo.save_dcp(Path(folder) / "dcp", model, optimizer)
+    result["saved"] = peak_nbytes()
+    zo.load_dcp(Path(folder) / "dcp", model, optimizer)
+    result["loaded"] = peak_nbytes()
     zo.close(model)
     return result
 

@@ -186,18 +186,7 @@ class SafetensorsFile:
         return _FileTensor(self, self.header.entries[name])
 
     def _read_bytes(self, offset: int, target: torch.Tensor, what: str) -> None:
-        if not target.numel():
-            return
-        view = memoryview(target.view(-1).view(torch.uint8).numpy().data)
-        done = 0
-        while done < len(view):
-            try:
-                count = os.preadv(self._fd, [view[done : done + (1 << 30)]], offset + done)
-            except OSError as error:
-                raise CheckpointError(f"cannot read {what} of {self.path}: {error.strerror}") from error
-            if not count:
-                raise CheckpointError(f"{self.path} ends within {what}: the file is incomplete")
-            done += count
+        read_exactly(self._fd, self.path, offset, target, what)
 
     def _read_header(self) -> Header:
         status = os.fstat(self._fd)
@@ -225,6 +214,28 @@ class _FileTensor:
     def read(self, first: int, target: torch.Tensor) -> None:
         """See `StoredTensor`."""
         self._file.read(self._name, first, target)
+
+
+def read_exactly(fd: int, path: Path, offset: int, target: torch.Tensor, what: str) -> None:
+    """Fill a contiguous tensor in host memory with a file's bytes from `offset` on; `path` and `what` are for messages.
+
+    Raises
+    ------
+    CheckpointError
+        If they cannot be read, or the file ends before.
+    """
+    if not target.numel():
+        return
+    view = memoryview(target.view(-1).view(torch.uint8).numpy().data)
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(fd, [view[done : done + (1 << 30)]], offset + done)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {what} of {path}: {error.strerror}") from error
+        if not count:
+            raise CheckpointError(f"{path} ends within {what}: the file is incomplete")
+        done += count
 
 
 def parse_header(raw: bytes, data_nbytes: int, path: Path) -> Header:

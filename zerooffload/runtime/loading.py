@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -33,6 +33,7 @@ from zerooffload.runtime.logical_states import (
     owned_chunks,
 )
 from zerooffload.runtime.resources import Parts, Resources
+from zerooffload.sharding.layout import ParamSpec
 from zerooffload.sharding.unit import Unit
 from zerooffload.tiers import dtype_name
 
@@ -126,31 +127,15 @@ class Loading:
         TierIOError
             If a state cannot be written.
         """
-        for chunk in self._chunks:
-            self._states.write(chunk, partial(self._fill, chunk))
-        self._states.finish()
-        for part in (part for unit in self._units for part in unit.parts):
-            part.flat.values_changed()
-            part.own_changed()
-            part.show_at_home()
-            if part.training is not None:
-                slots = part.flat.layout.slots
-                part.training.steps[:] = [self._saved_of(slot.param.names).entry.num_steps for slot in slots]
+        write_all(self._states, self._chunks, self._fill)
+        set_steps(self._units, lambda param: self._saved_of(param.names).entry.num_steps)
 
     def _fill(self, chunk: StateChunk, views: Views) -> None:
-        """All elements of a chunk; padding is zero."""
-        for view in views.values():
-            view.zero_()
-        for whole in chunk.pieces:
-            saved = self._saved_of(whole.param.names)
-            for start in range(whole.start, whole.stop, _PIECE_NUMEL):
-                stop = min(start + _PIECE_NUMEL, whole.stop)
-                place = slice(whole.place.start + start - whole.start, whole.place.start + stop - whole.start)
-                piece = Piece(whole.param, start, stop, place)
-                target = chunk.cut(views, piece)
-                self._fill_values(saved, piece, target)
-                for moment in self._moments if chunk.part.training is not None else ():
-                    self._fill_moment(saved, piece, target, moment)
+        for piece, target in pieces_to_fill(chunk, views):
+            saved = self._saved_of(piece.param.names)
+            self._fill_values(saved, piece, target)
+            for moment in self._moments if chunk.part.training is not None else ():
+                self._fill_moment(saved, piece, target, moment)
 
     def _fill_values(self, saved: SavedParam, piece: Piece, target: Views) -> None:
         """The parameter, and what its master has beyond it."""
@@ -162,14 +147,7 @@ class Loading:
         master = source.get(MASTER.name, source[PARAM])
         if REMAINDER.name in source:
             master = join_master(source[PARAM], source[REMAINDER.name])
-        if REMAINDER.name in target:
-            upper, remainder = split_master(master)
-            target[PARAM].copy_(upper)
-            target[REMAINDER.name].copy_(remainder)
-        else:
-            target[PARAM].copy_(master)
-            if MASTER.name in target:
-                target[MASTER.name].copy_(master)
+        set_values(target, master)
 
     def _fill_moment(self, saved: SavedParam, piece: Piece, target: Views, moment: Moment) -> None:
         names = (moment.name, exponents_name(moment.name))
@@ -205,11 +183,11 @@ class Loading:
         missing, unexpected = missing_and_unexpected(self._reader.checkpoint, names)
         if missing or unexpected:
             told = {"it lacks": missing, "the model lacks": unexpected}
-            lists = "; ".join(f"{what} {_listed(names)}" for what, names in told.items() if names)
+            lists = "; ".join(f"{what} {listed(names)}" for what, names in told.items() if names)
             raise CheckpointError(f"{path} is of another model: {lists}")
         differences = [found for item in held if (found := self._difference(item))]
         if differences:
-            raise CheckpointError(f"{path} is of another model: {_listed(differences)}")
+            raise CheckpointError(f"{path} is of another model: {listed(differences)}")
 
     def _difference(self, item: HeldParam) -> str:
         """What forbids to load a parameter, in words; "" if nothing does."""
@@ -230,6 +208,53 @@ class Loading:
         return "" if found == expected else f"{name} has other states than {[state for state, _, _ in expected]}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def write_all(states: LogicalStates, chunks: Iterable[StateChunk], fill: Callable[[StateChunk, Views], None]) -> None:
+    """Let `fill` set every chunk; return when all is home."""
+    for chunk in chunks:
+        states.write(chunk, partial(fill, chunk))
+    states.finish()
+
+
+def set_steps(units: Iterable[Unit], num_steps_of: Callable[[ParamSpec], int]) -> None:
+    """Let the homes be known to hold new states, of parameters that were updated so often."""
+    for part in (part for unit in units for part in unit.parts):
+        part.flat.values_changed()
+        part.own_changed()
+        part.show_at_home()
+        if part.training is not None:
+            part.training.steps[:] = [num_steps_of(slot.param) for slot in part.flat.layout.slots]
+
+
+def pieces_to_fill(chunk: StateChunk, views: Views) -> Iterator[tuple[Piece, dict[str, torch.Tensor]]]:
+    """All elements of a chunk in short pieces, with the items of its states; they are zero, as padding stays."""
+    for view in views.values():
+        view.zero_()
+    for piece in short_pieces(chunk, _PIECE_NUMEL):
+        yield piece, chunk.cut(views, piece)
+
+
+def short_pieces(chunk: StateChunk, numel: int) -> Iterator[Piece]:
+    """The pieces of a chunk, cut into shorter ones of `numel` elements: whole blocks of any state."""
+    for whole in chunk.pieces:
+        for start in range(whole.start, whole.stop, numel):
+            stop = min(start + numel, whole.stop)
+            place = slice(whole.place.start + start - whole.start, whole.place.start + stop - whole.start)
+            yield Piece(whole.param, start, stop, place)
+
+
+def set_values(target: Views, values: torch.Tensor) -> None:
+    """Set a parameter, and what its master has beyond it, to values of another dtype."""
+    if REMAINDER.name in target:
+        upper, remainder = split_master(values.float())
+        target[PARAM].copy_(upper)
+        target[REMAINDER.name].copy_(remainder)
+    else:
+        target[PARAM].copy_(values)
+        if MASTER.name in target:
+            target[MASTER.name].copy_(values)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of many names, for a message."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(name[:200] for name in names[:_MOST_NAMES]) + more

@@ -208,29 +208,42 @@ class Run:
 
     def load(self, directory: Path, optimizers: Sequence[torch.optim.Optimizer]) -> Any:
         """See `zo.load`."""
-        self._check_usable()
-        self._schedule.recover()
-        if self._schedule.is_under_way or self.access.is_open:
-            raise ConfigError("the model is in use: call zo.load outside of its forward and of zo.full_params")
+        self.empty_for("zo.load")
+        with self._loading(directory) as loading:
+            agree(self._collectives, lambda: self._take_over(loading, optimizers), "loading a checkpoint")
+            self.refill(loading.fill, loading.manifest.step)
+            return from_json(loading.manifest.extra)
+
+    def empty_for(self, call: str) -> None:
+        """Let nothing but the homes hold states, which `refill` may replace then.
+
+        Raises
+        ------
+        ConfigError
+            If the model is in use; `call` is for the message.
+        """
+        self.check_idle(call)
         self._saver.finish()
         self._updates.drop_ahead()
         self._updates.wait_idle()
         self._gradients.drain()
         self._residency.send_home()
-        with self._loading(directory) as loading:
-            agree(self._collectives, lambda: self._take_over(loading, optimizers), "loading a checkpoint")
-            try:
-                agree(self._collectives, loading.fill, "loading a checkpoint")
-            except BaseException as error:
-                self._ended_half_way("a load", error)
-                raise
-            extra = from_json(loading.manifest.extra)
-            self._num_steps = loading.manifest.step
+
+    def refill(self, fill: Callable[[], None], num_steps: int) -> None:
+        """Let `fill` replace what the homes hold by states after `num_steps` steps, and forget gradients. Collective.
+
+        What it raises ends the run: the states are neither old nor new then.
+        """
+        try:
+            agree(self._collectives, fill, "loading a checkpoint")
+        except BaseException as error:
+            self._ended_half_way("a load", error)
+            raise
+        self._num_steps = num_steps
         params = [param for unit in self.units for param in unit.parameters()]
         for param in params:
             param.grad = None
         self.discard_gradients(params)
-        return extra
 
     def _loading(self, directory: Path) -> Loading:
         """On every rank or on none. Collective."""
@@ -485,6 +498,11 @@ class Run:
                 raise
         if failure is not None:
             raise failure
+
+    @property
+    def rule(self) -> Rule:
+        """Of the optimizer that the states were laid out for."""
+        return RULES[self._states.algorithm]
 
     @property
     def collectives(self) -> Collectives:

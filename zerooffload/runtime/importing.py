@@ -1,0 +1,111 @@
+"""States from checkpoints of others, which know parameters by their names, into a run's homes, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from zerooffload.errors import CheckpointError
+from zerooffload.optim.low_bits import NEAREST
+from zerooffload.optim.reference import write_moment
+from zerooffload.optim.rules import Rule
+from zerooffload.runtime.loading import Views, listed, pieces_to_fill, set_steps, set_values, write_all
+from zerooffload.runtime.logical_states import PARAM, StateChunk, held_params, owned_chunks
+from zerooffload.runtime.run import Run
+from zerooffload.sharding.collectives import agree
+from zerooffload.sharding.layout import ParamSpec
+
+
+class ForeignStates(Protocol):
+    """A checkpoint of another framework; a state is `PARAM`, or a moment by torch's name."""
+
+    def shape(self, param: ParamSpec, state: str) -> tuple[int, ...] | None:
+        """As it was saved; None if it was not."""
+
+    def read(self, param: ParamSpec, state: str, start: int, stop: int) -> torch.Tensor:
+        """Elements `[start, stop)`, counted row by row: 1D, in host memory, of any floating dtype.
+
+        Raises
+        ------
+        CheckpointError
+            If they are not there.
+        """
+
+    def num_steps(self, param: ParamSpec) -> int:
+        """How often it was updated."""
+
+
+def import_states(run: Run, states: Callable[[], ForeignStates], rule: Rule, *, moments: bool, call: str) -> None:
+    """Replace what the run's homes hold. Collective.
+
+    Parameters
+    ----------
+    states : callable
+        Opens the checkpoint.
+    moments : bool
+        Take over what the optimizer keeps, too; else it begins afresh.
+    call : str
+        Of the user, for messages.
+
+    Raises
+    ------
+    CheckpointError
+        If the checkpoint is damaged, or of another model. If it says so while states are written, the run cannot go on.
+    ConfigError
+        If the model is in use.
+    """
+    run.empty_for(call)
+    source = agree(run.collectives, states, "opening a checkpoint")
+    names = [moment.name for moment in rule.moments] if moments else []
+    params = [held.param for held in held_params(run.units)]
+    trained = [held.param for held in held_params(run.units) if held.trainable]
+    updated = agree(run.collectives, lambda: _check(source, params, trained, names), "checking a checkpoint")
+    num_steps = {param.name: source.num_steps(param) for param in trained if param.name in updated}
+    chunks = owned_chunks(run.units)
+
+    def fill_chunk(chunk: StateChunk, views: Views) -> None:
+        for piece, target in pieces_to_fill(chunk, views):
+            set_values(target, source.read(piece.param, PARAM, piece.start, piece.stop))
+            if chunk.part.training is not None and piece.param.name in updated:
+                for moment in rule.moments:
+                    value = source.read(piece.param, moment.name, piece.start, piece.stop)
+                    write_moment(target, moment, value.float(), NEAREST)
+
+    with run.logical_states(chunks, alone=True) as homes:
+
+        def fill() -> None:
+            write_all(homes, chunks, fill_chunk)
+            set_steps(run.units, lambda param: num_steps.get(param.name, 0))
+
+        run.refill(fill, max(num_steps.values(), default=0))
+
+
+def _check(
+    source: ForeignStates, params: Sequence[ParamSpec], trained: Sequence[ParamSpec], moments: Sequence[str]
+) -> set[str]:
+    """The parameters, by name, that have moments; those without were never updated."""
+    missing = [param.name for param in params if source.shape(param, PARAM) is None]
+    if missing:
+        raise CheckpointError(f"the checkpoint lacks {listed(missing)}")
+    updated = set()
+    for param in trained if moments else ():
+        found = [name for name in moments if source.shape(param, name) is not None]
+        if found and len(found) < len(moments):
+            raise CheckpointError(f"the checkpoint has {' and '.join(found)} of {param.name}, but not {moments}")
+        if found:
+            updated.add(param.name)
+    if moments and not updated:
+        raise CheckpointError(
+            f"the checkpoint holds no {' and '.join(moments)}: give the optimizer that it was saved with, or none, to"
+            " load the parameters alone"
+        )
+    for param in params:
+        for state in (PARAM, *(moments if param.name in updated else ())):
+            if source.shape(param, state) != param.shape:
+                raise CheckpointError(
+                    f"{param.name} has the shape {list(param.shape)}, its {state} in the checkpoint"
+                    f" {list(source.shape(param, state) or ())}"
+                )
+    return updated
