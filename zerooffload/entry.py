@@ -18,7 +18,7 @@ from zerooffload.checkpoint.model_weights import ModelWeights, match, refuse_inc
 from zerooffload.checkpoint.weights_folder import WeightsFolder
 from zerooffload.config import OffloadConfig
 from zerooffload.errors import ConfigError
-from zerooffload.runtime import dcp_exchange
+from zerooffload.runtime import dcp_exchange, deepspeed_import
 from zerooffload.runtime.build import Environment, build_run, environment, move_buffers
 from zerooffload.runtime.ordinary_calls import make_ordinary_calls_right
 from zerooffload.runtime.param_access import units_of
@@ -424,6 +424,37 @@ def load_dcp(
     """
     run = _run_of(model.parameters())
     dcp_exchange.load_dcp(run, model, _as_list(optimizer), run.rule, Path(directory))
+
+
+def load_deepspeed(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+) -> None:
+    """Take over a checkpoint of DeepSpeed's ZeRO, stage 1, 2 or 3, of any number of ranks. Collective.
+
+        zo.load_deepspeed("deepspeed-checkpoints", model, optimizer)
+
+    It takes the fp32 masters, frozen parameters, buffers, moments and step counts; settings such as the learning rate
+    stay your optimizer's. Only what a piece needs is read, and no code of the checkpoint is run.
+
+    Parameters
+    ----------
+    directory : path
+        What was given to DeepSpeed's `save_checkpoint`, or the folder of a step in it.
+    optimizer : optional
+        Default: the parameters alone are taken, and moments begin afresh.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no such checkpoint, it is damaged, of another model, or was made with tensor or pipeline
+        parallelism. If it says so while states are written, the run cannot go on.
+    ConfigError
+        If the model is not offloaded, or in use.
+    """
+    run = _run_of(model.parameters())
+    deepspeed_import.load_deepspeed(run, model, Path(directory), moments=bool(_as_list(optimizer)))
 
 
 def sliced_loss(

@@ -33,6 +33,7 @@ FACE = [
     "full_params",
     "load",
     "load_dcp",
+    "load_deepspeed",
     "load_pretrained",
     "no_sync",
     "offload",

@@ -253,6 +253,10 @@ class _Restricted(pickle.Unpickler):
             ("torch", "Size"): torch.Size,
             ("torch._utils", "_rebuild_tensor_v2"): self._tensor,
             ("torch._utils", "_rebuild_parameter"): _parameter,
+            ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+            ("torch._tensor", "_rebuild_from_type_v2"): self._with_attributes,
+            ("torch", "Tensor"): Inert,
+            ("torch.nn.parameter", "Parameter"): Inert,
             **{("torch", name): dtype for name, dtype in (_STORAGES | _DTYPES).items()},
             **allowed,
         }
@@ -286,6 +290,12 @@ class _Restricted(pickle.Unpickler):
         if (first + found.numel) * storage.dtype.itemsize > storage.nbytes:
             raise CheckpointError(f"{self._path} is incomplete: a tensor has more elements than are stored")
         return found
+
+    def _with_attributes(self, function: Any, _kind: Any, args: Any, _state: Any) -> Any:
+        """A tensor that somebody has hung attributes on, without these."""
+        if function not in (self._tensor, _parameter):
+            raise CheckpointError(f"{self._path} holds a tensor of a kind that is not known")
+        return function(*args)
 
 
 def _parameter(data: Any, *_: Any) -> Any:

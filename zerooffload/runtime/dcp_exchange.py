@@ -23,7 +23,7 @@ from zerooffload.errors import CheckpointError, ConfigError
 from zerooffload.optim.record import MASTER, REMAINDER
 from zerooffload.optim.reference import join_master, read_moment
 from zerooffload.optim.rules import Moment, Rule
-from zerooffload.runtime.importing import import_states
+from zerooffload.runtime.importing import import_states, persistent_buffers
 from zerooffload.runtime.loading import listed, short_pieces
 from zerooffload.runtime.logical_states import PARAM, Views, held_params, state_chunks
 from zerooffload.runtime.run import Run
@@ -95,7 +95,7 @@ class _DcpStates:
     def __init__(self, directory: Path, run: Run, model: nn.Module, rule: Rule) -> None:
         self.reader = DcpReader(directory)
         tensors, held = self.reader.tensors, held_params(run.units)
-        self._buffers = dict(_persistent_buffers(model))
+        self._buffers = dict(persistent_buffers(model))
         names = {name for item in held for name in item.param.names}
         prefix = prefix_of(tensors, names, directory)
         if prefix is None:
@@ -175,7 +175,7 @@ def _values(items: Views) -> torch.Tensor:
 
 def _write_whole(run: Run, model: nn.Module, optimizers: Optimizers, writer: DcpWriter) -> None:
     """What every rank has: buffers, step counts and settings."""
-    for name, buffer in _persistent_buffers(model):
+    for name, buffer in persistent_buffers(model):
         writer.write((_MODEL, name), buffer.shape, 0, buffer.detach().reshape(-1).cpu())
     for held in held_params(run.units):
         if held.param.numel == 0:
@@ -227,13 +227,6 @@ def _aliases(run: Run) -> Mapping[Key, Key]:
     """Tied parameters have all their names."""
     specs = [held.param for held in held_params(run.units)]
     return {(_MODEL, alias): (_MODEL, param.name) for param in specs for alias in param.aliases}
-
-
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
 
 
 def _check_complete(folder: Path) -> None:

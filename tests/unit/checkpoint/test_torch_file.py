@@ -62,6 +62,14 @@ def test_a_slice_is_read_alone(tmp_path: Path) -> None:
     assert target.tolist() == [5, 6, 7]
 
 
+@pytest.mark.parametrize("of_parameter", [False, True])
+def test_attributes_of_tensors_are_left(tmp_path: Path, *, of_parameter: bool) -> None:
+    tensor = torch.nn.Parameter(BASE) if of_parameter else BASE.clone()
+    tensor.name_of_it = "x"
+    torch.save({"t": tensor}, tmp_path / "file")
+    assert torch.equal(values(read_torch_file(tmp_path / "file", {})["t"]), BASE)
+
+
 class Harmful:
     def __reduce__(self) -> Any:
         return os.mkdir, ("harm",)
