@@ -88,14 +88,14 @@ def write_by_hand(folder: Path, stage: int, world_size: int, net: nn.Module, num
         torch.save({"optimizer_state_dict": of_rank}, step_folder / f"bf16_{name}_optim_states.pt")
         if stage == 3 or not rank:
             bias = params["inside.bias"].detach()
+            fragment = _share(bias, rank, world_size).clone() if stage == 3 else bias
             module = {
-                "module": {"counts": net.get_buffer("counts")},
+                "module": {"counts": net.get_buffer("counts"), **({} if stage == 3 else {"inside.bias": bias})},
                 "buffer_names": ["counts"],
                 "param_shapes": [{name: params[name].shape for name in names} for names in GROUPS],
-                "frozen_param_shapes": {"inside.bias": bias.shape},
-                "frozen_param_fragments": {
-                    "inside.bias": _share(bias, rank, world_size).clone() if stage == 3 else bias
-                },
+                # Stage 1 does not tell.
+                "frozen_param_shapes": {} if stage == 1 else {"inside.bias": bias.shape},
+                "frozen_param_fragments": {} if stage == 1 else {"inside.bias": fragment},
                 "shared_params": {"out.weight": "embed.weight"},
                 "mp_world_size": 1,
             }

@@ -221,8 +221,14 @@ def _find(folder: Path) -> tuple[_Found, dict[str, StoredTensor]]:
         _share(found.shapes, alias, name)
         _share(found.places, alias, name)
         _share(found.frozen, alias, name)
-    buffers = modules[0].get("buffer_names") or []
-    return found, {name: modules[0]["module"][name] for name in buffers if name in modules[0]["module"]}
+    module, names = modules[0]["module"], modules[0].get("buffer_names") or []
+    buffers = {name: module[name] for name in names if name in module}
+    if stage != 3:
+        # Stage 1 does not say what is frozen; the model's states hold it whole.
+        for name, tensor in module.items():
+            if isinstance(tensor, StoredTensor) and name not in buffers and name not in found.shapes:
+                found.shapes[name], found.frozen[name] = tensor.shape, [tensor]
+    return found, buffers
 
 
 def _share(known: dict[str, _T], alias: str, name: str) -> None:
