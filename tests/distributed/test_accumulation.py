@@ -38,8 +38,7 @@ def test_gpt2_has_the_bits_of_plain_pytorch_on_every_tier(tmp_path: Path) -> Non
 def test_backwards_that_reach_a_part_of_each_unit(tmp_path: Path) -> None:
     ranks = run_ranks(train_halves, 2, str(tmp_path), [("host", "host", tier) for tier in ("host", "nvme")])
     assert leftovers(tmp_path) == []
-    # One model computes both ranks' losses, one after the other.
-    plain = EmulatedRanks(half_used(calls_each=2), 2, compute_dtype="bf16", **OPTIONS)
+    plain = EmulatedRanks(half_used(), 2, compute_dtype="bf16", **OPTIONS)
     norms = []
     for step in range(NUM_STEPS):
         for micro_step in range(NUM_MICRO_STEPS):

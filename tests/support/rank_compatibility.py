@@ -26,9 +26,7 @@ Case = tuple[int, str]
 
 
 def rank_loss(model: nn.Module, name: str, step: int, rank: int) -> torch.Tensor:
-    """Of a rank's own batch. What a model counts is the step everywhere."""
-    if hasattr(model, "num_calls"):
-        model.num_calls = step
+    """Of a rank's own batch."""
     return MODELS[name].loss(model, batch(step, rank))
 
 

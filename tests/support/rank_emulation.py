@@ -27,6 +27,9 @@ class EmulatedRanks:
     order in which gloo adds them, and divided by the number of ranks once, in the dtype of the model. Micro-steps add
     up in fp32. The norm adds exact sums of squares over each rank's shard, in rank order.
 
+    Buffers, and how often a model was called (`num_calls`, where it counts), are each rank's own; between micro-steps
+    the model has those of the last rank.
+
     Everything runs on one thread, as in the ranks: other threads cut sums in other places.
     """
 
@@ -50,15 +53,20 @@ class EmulatedRanks:
         self._layouts = list(flat_layouts(model, world_size=self.num_shards))
         self._means: list[torch.Tensor | None] = [None] * len(self._layouts)
         self._held: set[str] = set()
+        self._buffers = [self._copies_of_buffers()] * world_size
 
     def micro_step(self, losses: Sequence[Loss], num_micro_steps: int = 1) -> list[float]:
         """Each rank's forward and backward; returns their losses."""
         values: list[float] = []
         flats: list[list[torch.Tensor]] = [[] for _ in self._layouts]
         arrived: set[str] = set()
-        for loss in losses:
+        self._buffers[-1] = self._copies_of_buffers()
+        num_calls = getattr(self.model, "num_calls", None)
+        for rank, loss in enumerate(losses):
+            self._take_place_of(rank, num_calls)
             value = loss(self.model)
             (value / num_micro_steps).backward()
+            self._buffers[rank] = self._copies_of_buffers()
             values.append(value.item())
             for layout, of_ranks in zip(self._layouts, flats, strict=True):
                 flat = torch.zeros(layout.numel, dtype=layout.dtype)
@@ -132,6 +140,15 @@ class EmulatedRanks:
     def params(self) -> dict[str, torch.Tensor]:
         """Copies of all parameters."""
         return {name: param.detach().clone() for name, param in self.model.named_parameters()}
+
+    def _take_place_of(self, rank: int, num_calls: int | None) -> None:
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(self._buffers[rank][name])
+        if num_calls is not None:
+            self.model.num_calls = num_calls
+
+    def _copies_of_buffers(self) -> dict[str, torch.Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
 
 def ring_sum(of_ranks: Sequence[torch.Tensor], rank: int) -> torch.Tensor:

@@ -114,17 +114,10 @@ class Halves(nn.Module):
 
 
 class HalfUsed(nn.Module):
-    """A backward gives gradients to one half of each block's flat buffer, a later one to the other half.
+    """A backward gives gradients to one half of each block's flat buffer, the next one to the other half."""
 
-    Parameters
-    ----------
-    calls_each : int
-        So many calls in a row use the same halves.
-    """
-
-    def __init__(self, calls_each: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.calls_each = calls_each
         self.embed = nn.Embedding(VOCABULARY, 64)
         self.blocks = nn.ModuleList(Halves() for _ in range(2))
         self.num_calls = 0
@@ -133,16 +126,16 @@ class HalfUsed(nn.Module):
         """The loss."""
         hidden = self.embed(tokens)
         for number, block in enumerate(self.blocks):
-            hidden = block(hidden, (self.num_calls // self.calls_each + number) % 2)
+            hidden = block(hidden, (self.num_calls + number) % 2)
         self.num_calls += 1
         logits = hidden @ self.embed.weight.T
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-def half_used(calls_each: int = 1) -> nn.Module:
+def half_used() -> nn.Module:
     """A `HalfUsed`, the same every time."""
     torch.manual_seed(10)
-    return HalfUsed(calls_each)
+    return HalfUsed()
 
 
 def branching() -> nn.Module:
