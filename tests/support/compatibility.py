@@ -1,15 +1,15 @@
 """The table of what works with what: its cells, and the page that shows them.
 
 A cell is a training of one kind of model, in one kind of loop, with its states in one place, on one rank, or on two in
-one of ZeRO's stages. It is equal, bit for bit, to the same training in plain PyTorch with the reference optimizer, or
-refused with the error that the page names.
+one of ZeRO's stages, each with batches of its own. It is equal, bit for bit, to the same training in plain PyTorch with
+the reference optimizer, or refused with the error that the page names.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.compatible_loops import LOOPS, NUM_STEPS
 from support.compatible_models import MODELS, KindOfModel, add_up_by_block
-from support.environments import Homes, least_memory, simulated
+from support.environments import Homes, least_memory, simulated_devices
 from support.reference_training import Outcome, Recipe, differences, train_offloaded
 from support.thoroughness import EXHAUSTIVE
 from torch import nn
@@ -64,18 +64,19 @@ PLACES: dict[str, Place] = {
         True,
     ),
 }
-RANK_PLACES = ("host", "nvme")
 STAGES = (0, 1, 2, 3)
 """Of several ranks: on one, nothing is sharded."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One on one rank."""
+    """One of them."""
 
     model: str
     loop: str
     place: str
+    stage: int = 3
+    world_size: int = 1
 
     @property
     def kind(self) -> KindOfModel:
@@ -88,10 +89,24 @@ class Cell:
         loop = LOOPS[self.loop]
         if self.model in loop.refused_with:
             return loop.refused_with[self.model]
-        return loop.refused if PLACES[self.place].moves or not loop.refused_where_away else ""
+        if self.world_size > 1 and self.stage in self.kind.refused_on_ranks:
+            return self.kind.refused_on_ranks[self.stage]
+        return loop.refused if self.moves or not loop.refused_where_away else ""
+
+    @property
+    def moves(self) -> bool:
+        """Whether parameters leave the device: to their home, or because other ranks update them."""
+        return PLACES[self.place].moves or (self.world_size > 1 and self.stage > 0)
+
+    @property
+    def has_least_window(self) -> bool:
+        """Whether it is tried in the least memory: on ranks it has room for units whose gradients gather together."""
+        wants_more = self.kind.borrows or LOOPS[self.loop].holds_more or self.world_size > 1
+        return self.moves and not wants_more
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.loop}-{self.place}"
+        on_ranks = f"-{self.stage}" if self.world_size > 1 else ""
+        return f"{self.model}-{self.loop}-{self.place}{on_ranks}"
 
 
 def cells() -> list[Cell]:
@@ -100,6 +115,28 @@ def cells() -> list[Cell]:
     if not EXHAUSTIVE:
         pairs = [pair for pair in pairs if _is_chosen(*pair)]
     return [Cell(model, loop, place) for model, loop in pairs for place in PLACES if _can_be(model, loop)]
+
+
+def rank_cells(world_size: int) -> list[Cell]:
+    """Those on several ranks; unless all is gone through, each loop in some of the stages and places."""
+    pairs = [(model, loop) for loop, model in itertools.product(LOOPS, MODELS) if _can_be(model, loop)]
+    # Which of two errors comes first says nothing.
+    pairs = [pair for pair in pairs if not (MODELS[pair[0]].refused_on_ranks and LOOPS[pair[1]].refused)]
+    pairs = [pair for pair in pairs if EXHAUSTIVE or _is_chosen(*pair)]
+    return [
+        Cell(model, loop, place, stage, world_size)
+        for number, (model, loop) in enumerate(pairs)
+        for place, stage in itertools.product(PLACES, STAGES)
+        if EXHAUSTIVE or _is_in_turn(number, loop, place, stage)
+    ]
+
+
+def _is_in_turn(number: int, loop: str, place: str, stage: int) -> bool:
+    """Twelve cells in a row are in all stages and places, three in different ones; the base loop is in most."""
+    if loop == BASE_LOOP and not PLACES[place].is_simulated:
+        return True
+    places = list(PLACES)
+    return stage == number % len(STAGES) and (loop == BASE_LOOP or place == places[number % len(places)])
 
 
 def _is_chosen(model: str, loop: str) -> bool:
@@ -137,12 +174,11 @@ def train_cell(cell: Cell, recipe: Recipe, folder: Path) -> Outcome:
     """Offloaded."""
     place = PLACES[cell.place]
     config: dict[str, Any] = dict(zip(("params", "optimizer", "gradients"), place.homes, strict=True))
-    config |= {"nvme_paths": [folder], "host_memory": _AMPLE, "device_memory": _AMPLE}
-    with ExitStack() as stack:
-        environment = stack.enter_context(simulated()) if place.is_simulated else None
-        if place.moves and not cell.kind.borrows and not LOOPS[cell.loop].holds_more:
-            config["device_memory"] = least_memory(recipe, environment, "device_memory", **config)
-        return train_offloaded(recipe, environment, **config)
+    config |= {"stage": cell.stage, "nvme_paths": [folder], "host_memory": _AMPLE, "device_memory": _AMPLE}
+    with simulated_devices() if place.is_simulated else nullcontext():
+        if cell.has_least_window:
+            config["device_memory"] = least_memory(recipe, None, "device_memory", **config)
+        return train_offloaded(recipe, **config)
 
 
 def check_cell(cell: Cell, recipe: Recipe, plain: Outcome | None, folder: Path) -> None:
@@ -168,6 +204,11 @@ their cells, by `PYTHONPATH=tests python -P tests/support/compatibility.py`. On 
 process that computes each rank's gradients and adds them as the ranks do.
 """
 
+_ON_RANKS = """\
+On two ranks, each with batches of its own, in each of [ZeRO's stages](stages.md). Every run of the tests goes through a
+part of these cells, in which each model and each loop has its turn; exhaustive ones go through all.
+"""
+
 _NOTES = """\
 ## To know
 
@@ -187,9 +228,9 @@ _NOTES = """\
   window has no room for that, and the error says how much it wants.
 - **Experts.** Tokens may go anywhere: a block of experts is one unit, and an expert that got no token on any rank has
   no gradient. Where each expert is a unit of its own (`units=[...]`), every rank must call the same ones.
-- **Other depths on other ranks** ("nested"): stage 3 gathers at each call of a block, so every rank must call the same
-  ones. Stages 1 and 2 gather after an update, at the first call: only these must come in one order. Stage 0 never
-  gathers parameters.
+- **Other blocks on other ranks** ("skipped blocks"): parameters are gathered at a block's first call after an update,
+  and in stage 3, or where the window has no room for all, at later ones too: every rank must call the same blocks in
+  the same order. How often ("nested") matters only where blocks come and go. Stage 0 never gathers parameters.
 - **Parallelism of torch's.** Stages of [pipelines](stages.md#pipelines) can be offloaded, and models that
   `parallelize_module` has [cut](stages.md#tensor-parallelism). What `fully_shard` has cut is refused by `zo.offload`.
 - **A layer larger than the device budget** is refused by `zo.offload`, with the bytes of each holder and what would
@@ -211,12 +252,13 @@ def page() -> str:
         _table(("place", "states"), ((name, place.what) for name, place in PLACES.items())),
         "## Models\n",
         _table(("model", "", *PLACES), _model_rows(errors)),
-        "## Stages\n",
-        "On two ranks, each with batches of its own, in each of [ZeRO's stages](stages.md).\n",
-        _table(("model", *(f"{stage}, {place}" for stage, place in _stage_columns())), _stage_rows(errors)),
         "## Loops\n",
         f"With {', '.join(LOOP_MODELS)}; compiled with the first alone. Exhaustive tests go through all models.\n",
         _table(("loop", *PLACES), _loop_rows(errors)),
+        "## On ranks\n",
+        _ON_RANKS,
+        _table(("model", *_rank_columns()), ((name, *_rank_row(name, BASE_LOOP, errors)) for name in MODELS)),
+        _table(("loop", *_rank_columns()), ((name, *_rank_row(LOOP_MODELS[0], name, errors)) for name in LOOPS)),
         "## Errors\n",
         "\n".join(f'{number}. "{text}"' for text, number in errors.items()) + "\n",
         _NOTES,
@@ -229,13 +271,13 @@ def _model_rows(errors: dict[str, int]) -> Iterator[tuple[str, ...]]:
         yield (name, kind.what, *(_sign(Cell(name, BASE_LOOP, place).refused, errors) for place in PLACES))
 
 
-def _stage_columns() -> Iterator[tuple[int, str]]:
-    return itertools.product(STAGES, RANK_PLACES)
+def _rank_columns() -> tuple[str, ...]:
+    return tuple(f"{stage}, {place}" for stage, place in itertools.product(STAGES, PLACES))
 
 
-def _stage_rows(errors: dict[str, int]) -> Iterator[tuple[str, ...]]:
-    for name, kind in MODELS.items():
-        yield (name, *(_sign(kind.refused_on_ranks.get(stage, ""), errors) for stage, _ in _stage_columns()))
+def _rank_row(model: str, loop: str, errors: dict[str, int]) -> Iterator[str]:
+    for stage, place in itertools.product(STAGES, PLACES):
+        yield _sign(Cell(model, loop, place, stage, world_size=2).refused, errors)
 
 
 def _loop_rows(errors: dict[str, int]) -> Iterator[tuple[str, ...]]:

@@ -16,6 +16,9 @@ from support.training_recipes import generate
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import zerooffload as zo
+from zerooffload.sharding.registry import residence_of
+
 NUM_STEPS = 4
 Prepare = Callable[[nn.Module], None]
 
@@ -95,10 +98,9 @@ def two_groups(model: nn.Module) -> ParamGroups:
     ]
 
 
-def backward_twice(loss: torch.Tensor) -> None:
-    """Of two losses of one forward."""
-    (0.3 * loss).backward(retain_graph=True)
-    (0.1 * loss.square()).backward()
+def two_losses(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Of one forward."""
+    return [0.3 * loss, 0.1 * loss.square()]
 
 
 def two_forwards(kind: KindOfModel) -> Mapping[str, Any]:
@@ -161,6 +163,14 @@ def evaluate(kind: KindOfModel) -> Mapping[str, Any]:
         return losses
 
     return {"between": between}
+
+
+def leave_device(model: nn.Module, _step: int) -> list[float]:
+    """Let others have the device between steps."""
+    if residence_of(next(model.parameters())) is not None:
+        zo.release_device(model)
+        zo.reclaim_device(model)
+    return []
 
 
 def own_parameters(module: nn.Module) -> nn.Module:
@@ -276,7 +286,7 @@ LOOPS: dict[str, KindOfLoop] = {
     "two micro-steps, clipping": KindOfLoop(changes=unchanging()),
     "one micro-step, no clipping": KindOfLoop(changes=unchanging(num_micro_steps=1, max_norm=None)),
     "param groups, schedule": KindOfLoop(changes=unchanging(groups=two_groups, schedule=lambda step: 0.8**step)),
-    "two backwards through one graph": KindOfLoop(changes=unchanging(backward=backward_twice)),
+    "two backwards through one graph": KindOfLoop(changes=unchanging(backwards=two_losses)),
     "two forwards, one backward": KindOfLoop(changes=two_forwards, holds_more=True),
     "checkpoint in blocks": KindOfLoop(
         changes=partial(checkpointed, change=checkpoint_inside, use_reentrant=False), needs="blocks"
@@ -318,6 +328,7 @@ LOOPS: dict[str, KindOfLoop] = {
     "autocast to bf16": KindOfLoop(changes=autocast),
     "evaluation": KindOfLoop(changes=evaluate),
     "generation with a cache": KindOfLoop(changes=unchanging(between=generate), needs="language"),
+    "device released and reclaimed": KindOfLoop(changes=unchanging(between=leave_device)),
     "parameters edited": KindOfLoop(changes=unchanging(between=edit_parameters)),
     "gradients edited": KindOfLoop(changes=unchanging(before_step=edit_gradients)),
     "moving average": KindOfLoop(changes=unchanging(between=average)),

@@ -239,7 +239,7 @@ class Borrowing(nn.Module):
 
 
 class Nested(nn.Module):
-    """Lists in lists, one block that sits in two of them, and a depth that depends on the data."""
+    """Lists in lists, one block that sits in two of them, and a depth that depends on the data, beyond the least."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,11 +254,31 @@ class Nested(nn.Module):
         """The loss."""
         hidden = self.embed(tokens)
         for stage in self.stages:
+            for layer in stage:
+                hidden = hidden + torch.tanh(layer(hidden))
             for number, layer in enumerate(stage):
-                for _ in range(1 + int(tokens[0, number]) % 3):
+                for _ in range(int(tokens[0, number]) % 3):
                     hidden = hidden + torch.tanh(layer(hidden))
                 if float(hidden.detach().mean()) > 0:
                     break
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+
+
+class Skipping(nn.Module):
+    """A block that some batches leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, _WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH) for _ in range(3))
+        self.head = nn.Linear(_WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        hidden = self.embed(tokens)
+        for number, block in enumerate(self.blocks):
+            if number != 1 or int(tokens[0, 4]) % 2:
+                hidden = hidden + torch.tanh(block(hidden))
         return functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
 
 
@@ -485,10 +505,14 @@ MODELS: dict[str, KindOfModel] = {
         borrows=True,
     ),
     "nested": KindOfModel(
-        what="shared blocks in nested lists; depth by the data",
-        build=seeded(Nested),
+        what="shared blocks in nested lists; depth by the data", build=seeded(Nested), loss=forward_loss
+    ),
+    "skipped blocks": KindOfModel(
+        what="a block that the data may leave out: other blocks on other ranks",
+        build=seeded(Skipping),
         loss=forward_loss,
-        refused_on_ranks={3: "the ranks do not do the same"},
+        blocks="blocks",
+        refused_on_ranks=dict.fromkeys((1, 2, 3), "the ranks do not do the same"),
     ),
     "borrowed weights": KindOfModel(
         what="parameters used outside of their module", build=seeded(Borrowing), loss=forward_loss, borrows=True

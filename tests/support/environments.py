@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from support.simulated_accelerator import Copies, SimulatedAccelerator
 from support.simulated_engine import Fault, SimulatedEngine, Transfers
 
 import zerooffload as zo
+from zerooffload import entry
 from zerooffload.accelerator import Accelerator
 from zerooffload.accelerator.cpu import CpuAccelerator
 from zerooffload.optim.kernels import Kernels, host_kernels
 from zerooffload.runtime.build import Environment
+from zerooffload.sharding.collectives import Collectives
 from zerooffload.telemetry import Waits
 from zerooffload.telemetry.recorder import CountingRecorder
 
@@ -48,6 +51,18 @@ def simulated(
         yield _environment(accelerator, engine, make_waits)
     finally:
         accelerator.close()
+
+
+@contextmanager
+def simulated_devices(make_waits: MakeWaits = Waits) -> Iterator[None]:
+    """`zo.offload` takes a simulated device and drive, each time new ones."""
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+
+        def environment(_config: object, _accelerator: object, collectives: Collectives) -> Environment:
+            return replace(stack.enter_context(simulated(make_waits=make_waits)), collectives=collectives)
+
+        patch.setattr(entry, "environment", environment)
+        yield
 
 
 def cpu_with_simulated_drive(

@@ -1,79 +1,80 @@
-"""Kinds of models on several ranks; in a module that spawned processes can import."""
+"""Cells of the table on several ranks; in a module that spawned processes can import."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from support.compatible_models import MODELS, add_up_by_block
-from support.environments import Homes
+from support.compatibility import Cell, plain_recipe, recipe_of, train_cell
+from support.compatible_models import MODELS
 from support.rank_emulation import EmulatedRanks
-from support.rank_training import OPTIONS, offload_config
-from support.reference_training import current_params
+from support.reference_training import Outcome, Training, prepared, train
 from support.small_models import batch
-from torch import nn
+from support.thoroughness import EXHAUSTIVE
 
 import zerooffload as zo
 
-NUM_STEPS = 3
-MAX_NORM = 1.0
-Case = tuple[int, str]
-"""A stage, and a model."""
+SMALL_CHUNK_NUMEL = 4096
+"""So that a block of a small model is several chunks."""
+NUM_STEPS = 4 if EXHAUSTIVE else 2
+"""With the second, what the first has left behind is used."""
 
 
-def rank_loss(model: nn.Module, name: str, step: int, rank: int) -> torch.Tensor:
-    """Of a rank's own batch."""
-    return MODELS[name].loss(model, batch(step, rank))
+def rank_batch(step: int, micro_step: int, rank: int) -> torch.Tensor:
+    """A rank's own."""
+    return batch(step, 10 * micro_step + rank)
 
 
-def train_models(
-    rank: int, world_size: int, folder: str, homes: Homes, cases: Sequence[Case]
-) -> dict[Case, Mapping[str, Any]]:
-    """Each model after the other, in a stage: norms and parameters, or the error."""
+def train_cells(rank: int, world_size: int, folder: str, cells: Sequence[Cell]) -> list[Mapping[str, Any]]:
+    """Each cell after the other: its outcome, or the error."""
+    del world_size
     warnings.simplefilter("ignore")
-    results: dict[Case, Mapping[str, Any]] = {}
-    for stage, name in cases:
-        own_folder = Path(folder, f"{name.replace(' ', '-')}-{world_size}-{stage}")
-        own_folder.mkdir(exist_ok=True)
-        try:
-            results[stage, name] = _train(rank, name, offload_config(str(own_folder), homes, stage=stage))
-        except zo.ZeroOffloadError as error:
-            results[stage, name] = {"refused": str(error)}
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zerooffload.planner.placement.CHUNK_NUMEL", SMALL_CHUNK_NUMEL)
+        for number, cell in enumerate(cells):
+            own_folder = Path(folder, str(number))
+            own_folder.mkdir(exist_ok=True)
+            changes = {"batch": partial(rank_batch, rank=rank), "num_steps": NUM_STEPS}
+            recipe = replace(recipe_of(cell.model, cell.loop), **changes)
+            # What was compiled for another cell counts in limits of torch's.
+            torch.compiler.reset()
+            try:
+                results.append(as_values(train_cell(cell, recipe, own_folder)))
+            except zo.ZeroOffloadError as error:
+                results.append({"refused": str(error)})
     return results
 
 
-def _train(rank: int, name: str, config: zo.OffloadConfig) -> Mapping[str, Any]:
-    model = zo.offload(MODELS[name].build().train(), config)
-    try:
-        optimizer = zo.AdamW(model.parameters(), **OPTIONS)
-        norms = []
-        for step in range(NUM_STEPS):
-            rank_loss(model, name, step, rank).backward()
-            norms.append(zo.clip_grad_norm_(model, MAX_NORM).item())
-            optimizer.step()
-            optimizer.zero_grad()
-        params = {key: value for key, value in current_params(model).items() if type(value) is torch.Tensor}
-    finally:
-        zo.close(model)
-    return {"norms": norms, "params": params}
-
-
-def emulate(name: str, world_size: int) -> Mapping[str, Any]:
-    """The same in one process, in plain PyTorch."""
-    model = MODELS[name].build().train()
-    if MODELS[name].shares_inputs:
-        add_up_by_block(model)
-    ranks = EmulatedRanks(model, world_size, sums_in_fp32=True, **OPTIONS)
-    norms = []
-    for step in range(NUM_STEPS):
-        ranks.micro_step([partial(rank_loss, name=name, step=step, rank=rank) for rank in range(world_size)])
-        norms.append(ranks.clip(MAX_NORM))
-        ranks.step()
-    return {
-        "norms": norms,
-        "params": {key: value for key, value in ranks.params().items() if type(value) is torch.Tensor},
+def as_values(outcome: Outcome) -> Mapping[str, Any]:
+    """What can be sent: values and tensors of torch's own."""
+    tensors = {
+        kind: {name: value for name, value in getattr(outcome, kind).items() if type(value) is torch.Tensor}
+        for kind in ("params", "buffers")
     }
+    return {"losses": outcome.losses, "found": outcome.found, "norms": outcome.norms, **tensors}
+
+
+def emulate(model_name: str, loop: str, world_size: int) -> Outcome:
+    """The same in one process, in plain PyTorch: all ranks' losses, and the last rank's buffers and what it finds."""
+    recipe = replace(plain_recipe(recipe_of(model_name, loop), MODELS[model_name]), num_steps=NUM_STEPS)
+    model = prepared(recipe)
+    recipe.prepare_offloaded(model)
+    ranks = EmulatedRanks(model, world_size, groups=recipe.groups(model), lr=recipe.learning_rate, **recipe.options)
+
+    def micro_step(step: int, number: int) -> list[float]:
+        batches = [rank_batch(step, number, rank) for rank in range(world_size)]
+        losses = [partial(lambda tokens, model: recipe.loss(model, tokens), tokens) for tokens in batches]
+        of_ranks = ranks.micro_step(losses, recipe.num_micro_steps, recipe.backwards)
+        ranks.show_gradients()
+        return of_ranks
+
+    outcome = train(recipe, Training(model, ranks.optimizer, micro_step, ranks.clip))
+    outcome.params = ranks.params()
+    return outcome

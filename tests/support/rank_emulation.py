@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from support.rank_training import Loss
 from support.reference_optimizer import ReferenceOptimizer
-from support.reference_training import flat_layouts
+from support.reference_training import ParamGroups, flat_layouts, go_back
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerooffload.optim import reference
 from zerooffload.optim.record import OptimizerStates
 from zerooffload.sharding.local_tensors import local_tensor
+
+Backwards = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 class EmulatedRanks:
@@ -25,7 +27,8 @@ class EmulatedRanks:
 
     In each micro-step every rank's loss has a backward of its own. The flat buffers of its gradients are added in the
     order in which gloo adds them, and divided by the number of ranks once, in the dtype of the model. Micro-steps add
-    up in fp32. The norm adds exact sums of squares over each rank's shard, in rank order.
+    up in it too, or with a `compute_dtype` in fp32. The norm adds exact sums of squares over each rank's shard, in rank
+    order.
 
     Buffers, and how often a model was called (`num_calls`, where it counts), are each rank's own; between micro-steps
     the model has those of the last rank.
@@ -40,55 +43,74 @@ class EmulatedRanks:
         *,
         compute_dtype: str | None = None,
         num_replicas: int = 1,
+        groups: ParamGroups | None = None,
         **options: object,
     ) -> None:
         self.model = model
         self.world_size = world_size
         self.num_shards = world_size // num_replicas
-        settings = {"sums_in_fp32": compute_dtype is not None, **options}
+        self._sums_in_fp32 = compute_dtype is not None
         self._params = dict(model.named_parameters(remove_duplicate=False))
-        tensors = [local_tensor(param) for param in model.parameters()]
-        self.optimizer = ReferenceOptimizer(tensors, OptimizerStates(), **settings)
+        given = [local_tensor(param) for param in model.parameters()] if groups is None else groups
+        self.optimizer = ReferenceOptimizer(given, OptimizerStates(), sums_in_fp32=self._sums_in_fp32, **options)
+        self.optimizer.register_step_post_hook(lambda *_: self._start_afresh())
         self.optimizer.take_over(model, compute_dtype, [])
         self._layouts = list(flat_layouts(model, world_size=self.num_shards))
         self._means: list[torch.Tensor | None] = [None] * len(self._layouts)
         self._held: set[str] = set()
         self._buffers = [self._copies_of_buffers()] * world_size
 
-    def micro_step(self, losses: Sequence[Loss], num_micro_steps: int = 1) -> list[float]:
-        """Each rank's forward and backward; returns their losses."""
+    def micro_step(
+        self, losses: Sequence[Loss], num_micro_steps: int = 1, backwards: Backwards = lambda loss: [loss]
+    ) -> list[float]:
+        """Each rank's forward, and the backwards of its loss; returns their losses."""
         values: list[float] = []
-        flats: list[list[torch.Tensor]] = [[] for _ in self._layouts]
-        arrived: set[str] = set()
+        of_backwards: list[list[list[torch.Tensor]]] = []
         self._buffers[-1] = self._copies_of_buffers()
         num_calls = getattr(self.model, "num_calls", None)
         for rank, loss in enumerate(losses):
             self._take_place_of(rank, num_calls)
+            self.model.zero_grad()
             value = loss(self.model)
-            (value / num_micro_steps).backward()
+            of_backwards.append([self._take_flats() for _ in go_back(backwards(value / num_micro_steps))])
             self._buffers[rank] = self._copies_of_buffers()
             values.append(value.item())
-            for layout, of_ranks in zip(self._layouts, flats, strict=True):
-                flat = torch.zeros(layout.numel, dtype=layout.dtype)
-                for slot in layout.slots:
-                    grad = self._params[slot.param.name].grad
-                    if grad is not None:
-                        flat[slot.start : slot.stop] = self._local(slot.param.name, grad).reshape(-1)
-                        arrived.add(slot.param.name)
-                of_ranks.append(flat)
-            self.model.zero_grad()
-        for position, of_ranks in enumerate(flats):
+        for flats_of_ranks in zip(*of_backwards, strict=True):
+            self._add_up(flats_of_ranks)
+        return values
+
+    def show_gradients(self) -> None:
+        """Let the model's gradients be what has been added up so far; edits of them count."""
+        for name in self._held:
+            self.optimizer.set_gradient(local_tensor(self._params[name]), self.gradient(name))
+
+    def _take_flats(self) -> list[torch.Tensor]:
+        """The flat buffers of one rank's gradients."""
+        flats = []
+        for layout in self._layouts:
+            flat = torch.zeros(layout.numel, dtype=layout.dtype)
+            for slot in layout.slots:
+                grad = self._params[slot.param.name].grad
+                if grad is not None:
+                    flat[slot.start : slot.stop] = self._local(slot.param.name, grad).reshape(-1)
+                    self._held.add(slot.param.name)
+            flats.append(flat)
+        self.model.zero_grad()
+        return flats
+
+    def _add_up(self, flats_of_ranks: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Add the means of a backward to those of the backwards before."""
+        for position, of_ranks in enumerate(zip(*flats_of_ranks, strict=True)):
             first, *others = (
                 torch.cat(
                     [ring_sum(of_ranks[start : start + self.num_shards], rank) for rank in range(self.num_shards)]
                 )
                 for start in range(0, self.world_size, self.num_shards)
             )
-            mean = sum(others, start=first).div_(self.world_size).float()
+            mean = sum(others, start=first).div_(self.world_size)
+            mean = mean.float() if self._sums_in_fp32 else mean
             earlier = self._means[position]
             self._means[position] = mean if earlier is None else earlier + mean
-        self._held |= arrived
-        return values
 
     def gradient(self, name: str) -> torch.Tensor:
         """The mean over the ranks that has been added up so far, before clipping."""
@@ -105,7 +127,7 @@ class EmulatedRanks:
             sums: list[float] = []
             for layout, mean in zip(self._layouts, self._means, strict=True):
                 if mean is not None and layout.counts:
-                    sums += reference.square_sums(mean.chunk(self.num_shards)[rank]).tolist()
+                    sums += reference.square_sums(mean.float().chunk(self.num_shards)[rank]).tolist()
             parts.append(math.fsum(sums))
         return parts
 
@@ -121,15 +143,9 @@ class EmulatedRanks:
 
     def step(self) -> None:
         """Update what has a gradient on any rank, and forget gradients."""
-        for layout in self._layouts:
-            for slot in layout.slots:
-                if slot.param.name in self._held:
-                    tensor = local_tensor(self._params[slot.param.name])
-                    self.optimizer.set_gradient(tensor, self.gradient(slot.param.name))
+        self.show_gradients()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self._means = [None] * len(self._layouts)
-        self._held.clear()
 
     def _local(self, name: str, grad: torch.Tensor) -> torch.Tensor:
         """This process's part of a gradient, cut as its parameter is."""
@@ -140,6 +156,10 @@ class EmulatedRanks:
     def params(self) -> dict[str, torch.Tensor]:
         """Copies of all parameters."""
         return {name: param.detach().clone() for name, param in self.model.named_parameters()}
+
+    def _start_afresh(self) -> None:
+        self._means = [None] * len(self._layouts)
+        self._held.clear()
 
     def _take_place_of(self, rank: int, num_calls: int | None) -> None:
         for name, buffer in self.model.named_buffers():

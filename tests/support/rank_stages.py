@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import pytest
 import torch
-from support.environments import Homes, MakeWaits, simulated
+from support.environments import Homes, simulated_devices
 from support.leaky_waits import LeakyWaits
 from support.rank_accounts import least_device_memory
 from support.rank_training import OPTIONS, Share, even_shares, global_batch, offload_config, train
 from support.small_models import small_gpt2
 
 import zerooffload as zo
-from zerooffload import entry
 from zerooffload.errors import ZeroOffloadError
-from zerooffload.runtime.build import Environment
-from zerooffload.sharding.collectives import Collectives
 from zerooffload.telemetry import Wait, Waits
 from zerooffload.telemetry.recorder import CountingRecorder
 
@@ -85,18 +79,6 @@ def train_without(rank: int, world_size: int, folder: str, case: Case, leak: tup
         except (ZeroOffloadError, RuntimeError) as error:
             wrong = [repr(error)]
     return wrong, sum(waits.leaked[place] for waits in leaky)
-
-
-@contextmanager
-def simulated_devices(make_waits: MakeWaits = Waits) -> Iterator[None]:
-    """`zo.offload` of this rank takes a simulated device and drive, each time new ones."""
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-
-        def environment(_config: object, _accelerator: object, collectives: Collectives) -> Environment:
-            return replace(stack.enter_context(simulated(make_waits=make_waits)), collectives=collectives)
-
-        patch.setattr(entry, "environment", environment)
-        yield
 
 
 def edit_in_stages(rank: int, world_size: int, folder: str, cases: Sequence[Case]) -> list[str]:

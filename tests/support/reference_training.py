@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,8 @@ class Recipe:
         Makes the model, with the same values every time.
     loss : callable
         The loss of a model on token ids `[batch, length]`.
+    batch : callable
+        The token ids of a step and micro-step.
     max_norm : float or None
         Clips by the global norm; None does not clip.
     compute_dtype : str or None
@@ -57,18 +60,19 @@ class Recipe:
         What the optimizer is given.
     prepare_offloaded : callable
         Changes the model when it has been offloaded, in plain PyTorch after `prepare`.
-    backward : callable
-        Of a loss that is divided by the number of micro-steps.
+    backwards : callable
+        What `backward` is called on, one after the other, for a loss that is divided by the number of micro-steps.
     before_step : callable
         Called before gradients are clipped.
     between : callable
-        Called after each step with the model and the step's number; what it returns must be equal too.
+        Called after each step with the model and the step's number. What either finds must be equal too.
     schedule : callable or None
         Learning rate factor by step.
     """
 
     build: Callable[[], nn.Module] = MODELS["llama"]
     loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = language_loss
+    batch: Callable[[int, int], torch.Tensor] = batch
     num_steps: int = 20
     num_micro_steps: int = 2
     max_norm: float | None = 1.3
@@ -79,7 +83,7 @@ class Recipe:
     moments: str = "fp32"
     prepare: Callable[[nn.Module], None] = lambda _: None
     prepare_offloaded: Callable[[nn.Module], None] = lambda _: None
-    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
+    backwards: Callable[[torch.Tensor], list[torch.Tensor]] = lambda loss: [loss]
     before_step: Callable[[nn.Module, int], list[float]] = lambda _model, _step: []
     groups: Callable[[nn.Module], ParamGroups] = lambda model: model.parameters()
     between: Callable[[nn.Module, int], list[float]] = lambda _model, _step: []
@@ -89,9 +93,16 @@ class Recipe:
 
 @dataclass
 class Outcome:
-    """What must be equal, to the bit."""
+    """What must be equal, to the bit.
+
+    Attributes
+    ----------
+    losses, found, norms : list[float]
+        Of each micro-step; what the loop found besides; of each step.
+    """
 
     losses: list[float] = field(default_factory=list)
+    found: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     params: dict[str, torch.Tensor] = field(default_factory=dict)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -101,7 +112,7 @@ class Outcome:
 def differences(one: Outcome, other: Outcome) -> list[str]:
     """What differs, in words; empty if all bits are equal."""
     found = []
-    for name in ("losses", "norms"):
+    for name in ("losses", "found", "norms"):
         pairs = zip(getattr(one, name), getattr(other, name), strict=True)
         found += [f"{name}[{i}]: {a!r} != {b!r}" for i, (a, b) in enumerate(pairs) if a != b]
     for kind in ("params", "buffers"):
@@ -117,7 +128,7 @@ def differences(one: Outcome, other: Outcome) -> list[str]:
 
 def train_plain(recipe: Recipe, device: str = "cpu") -> Outcome:
     """Without offloading: torch's own accumulation, the reference optimizer, and its norm."""
-    model = _prepared(recipe).to(device)
+    model = prepared(recipe).to(device)
     recipe.prepare_offloaded(model)
     states = OptimizerStates(recipe.algorithm, recipe.moments)
     settings = {"lr": recipe.learning_rate, **recipe.options}
@@ -137,7 +148,8 @@ def train_plain(recipe: Recipe, device: str = "cpu") -> Outcome:
                 grad.mul_(optimizer.grad_factor)
         return norm
 
-    outcome = _train(recipe, model, optimizer, clip)
+    micro_step = partial(_micro_step, recipe, model, lambda: optimizer.take_gradients(model.parameters()))
+    outcome = train(recipe, Training(model, optimizer, micro_step, clip))
     outcome.params = {name: param.detach().cpu().clone() for name, param in model.named_parameters()}
     return outcome
 
@@ -148,7 +160,9 @@ def train_offloaded(recipe: Recipe, environment: Environment | None = None, **co
     try:
         optimizer = OPTIMIZERS[recipe.algorithm](recipe.groups(model), lr=recipe.learning_rate, **recipe.options)
         recipe.prepare_offloaded(model)
-        outcome = _train(recipe, model, optimizer, lambda max_norm: float(zo.clip_grad_norm_(model, max_norm)))
+        micro_step = partial(_micro_step, recipe, model, lambda: None)
+        training = Training(model, optimizer, micro_step, lambda norm: float(zo.clip_grad_norm_(model, norm)))
+        outcome = train(recipe, training)
         outcome.report = zo.step_report(model)
         outcome.params = current_params(model)
     finally:
@@ -158,7 +172,7 @@ def train_offloaded(recipe: Recipe, environment: Environment | None = None, **co
 
 def offload_prepared(recipe: Recipe, environment: Environment | None = None, **config: Any) -> nn.Module:
     """A recipe's model, offloaded."""
-    model = _prepared(recipe)
+    model = prepared(recipe)
     defaults = {
         "threads": 1,
         "overwrite": True,
@@ -198,43 +212,79 @@ def current_params(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: copies[name] for name, _ in model.named_parameters()}
 
 
-def _prepared(recipe: Recipe) -> nn.Module:
+def prepared(recipe: Recipe) -> nn.Module:
+    """A recipe's model, before it is offloaded."""
     model = recipe.build()
     model.train()
     recipe.prepare(model)
     return model
 
 
-def _train(
-    recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, clip: Callable[[float], float]
-) -> Outcome:
+@dataclass(frozen=True)
+class Training:
+    """What trains a model by a recipe.
+
+    Attributes
+    ----------
+    model : nn.Module
+    optimizer : torch.optim.Optimizer
+    micro_step : callable
+        Forward and backward of a step's micro-step; returns the loss, or those of several ranks.
+    clip : callable
+        Clips the gradients by their norm, which it returns.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    micro_step: Callable[[int, int], list[float]]
+    clip: Callable[[float], float]
+
+
+def train(recipe: Recipe, training: Training) -> Outcome:
+    """All steps; what the parameters are in the end is left to the caller."""
     outcome = Outcome()
+    model, optimizer = training.model, training.optimizer
     # For dropout: whatever was drawn before, the numbers from here on are the same.
     torch.manual_seed(0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.schedule) if recipe.schedule else None
     for step in range(recipe.num_steps):
         for micro_step in range(recipe.num_micro_steps):
-            loss = recipe.loss(model, batch(step, micro_step))
-            recipe.backward(loss / recipe.num_micro_steps)
-            if isinstance(optimizer, ReferenceOptimizer):
-                optimizer.take_gradients(model.parameters())
-            outcome.losses.append(loss.item())
-        outcome.losses += recipe.before_step(model, step)
+            outcome.losses += training.micro_step(step, micro_step)
+        outcome.found += recipe.before_step(model, step)
         if recipe.max_norm is not None:
             # Ours is returned as fp32, like torch's.
-            outcome.norms.append(float(np.float32(clip(recipe.max_norm))))
+            outcome.norms.append(float(np.float32(training.clip(recipe.max_norm))))
         optimizer.step()
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
         if isinstance(optimizer, ReferenceOptimizer):
             before = [param.detach().clone() for param in model.parameters()]
-            outcome.losses += recipe.between(model, step)
+            outcome.found += recipe.between(model, step)
             optimizer.values_changed_by_hand(model.parameters(), before)
         else:
-            outcome.losses += recipe.between(model, step)
+            outcome.found += recipe.between(model, step)
     outcome.buffers = {name: buffer.detach().cpu().clone() for name, buffer in model.named_buffers()}
     return outcome
+
+
+def go_back(losses: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Through a graph that several losses may share; yields after each backward."""
+    *others, last = losses
+    for part in others:
+        part.backward(retain_graph=True)
+        yield
+    last.backward()
+    yield
+
+
+def _micro_step(
+    recipe: Recipe, model: nn.Module, after_backward: Callable[[], None], step: int, number: int
+) -> list[float]:
+    loss = recipe.loss(model, recipe.batch(step, number))
+    for _ in go_back(recipe.backwards(loss / recipe.num_micro_steps)):
+        after_backward()
+    return [loss.item()]
 
 
 def reference_norm(

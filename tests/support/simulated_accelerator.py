@@ -147,6 +147,7 @@ class SimulatedAccelerator:
         self.num_spoiled = 0
         self._capacity_bytes = capacity_bytes
         self._num_points = 0
+        self._recording = threading.Lock()
         self._host_is_behind = 0
         # Held here: whoever keeps a range's tensor alone still has its memory.
         self._filled: set[SimulatedRange] = set()
@@ -171,14 +172,16 @@ class SimulatedAccelerator:
         _refuse_hidden_thread()
         if isinstance(stream, CopyStream):
             return stream.record()
-        self._num_points += 1
-        contents = {}
-        # As they are now: gradients are taken home by a thread of its own, while others take and give back memory.
-        for memory in tuple(self._filled):
-            contents[memory] = memory.tensor.clone()
-            if not memory.copied_into and bool((memory.tensor != POISON).any()):
-                memory.used_by_compute = True
-        return ComputePoint(self, self._num_points, contents)
+        # Gradients are taken home by a thread of its own, which records too: later points have later contents.
+        with self._recording:
+            self._num_points += 1
+            contents = {}
+            # As they are now: others take and give back memory meanwhile.
+            for memory in tuple(self._filled):
+                contents[memory] = memory.tensor.clone()
+                if not memory.copied_into and bool((memory.tensor != POISON).any()):
+                    memory.used_by_compute = True
+            return ComputePoint(self, self._num_points, contents)
 
     def mark(self, stream: Stream) -> Mark:
         """Compute is never behind; a copy queue notes when each copy has run."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from support.compatibility import BASE_LOOP, Cell, cells, check_cell, plain_recipe, recipe_of
+from support.compatibility import BASE_LOOP, PLACES, Cell, cells, check_cell, plain_recipe, recipe_of
 from support.compatible_models import MODELS
 from support.reference_training import Outcome, Recipe, train_plain
+from support.small_models import VOCABULARY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,6 +57,31 @@ def compile_first_block(model: nn.Module) -> None:
     """With the default backend."""
     model.get_submodule("blocks")[0].router.compile()
     model.get_submodule("head").compile()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_model_with_resized_embeddings_goes_on(place: str, nvme: Path) -> None:
+    """Its weights taken before it was closed, other ones made of them, and offloaded anew."""
+    recipe, cell = recipes("Llama", BASE_LOOP), Cell("Llama", BASE_LOOP, place)
+    taken: dict[str, torch.Tensor] = {}
+
+    def take(model: nn.Module, _step: int) -> list[float]:
+        taken.update(model.state_dict())
+        return []
+
+    before = in_plain_pytorch("Llama", BASE_LOOP)
+    check_cell(cell, replace(recipe, between=take), before, nvme)
+    plain = train_plain(replace(recipe, build=partial(resized, before.params)))
+    check_cell(cell, replace(recipe, build=partial(resized, taken)), plain, nvme)
+
+
+def resized(state: dict[str, torch.Tensor]) -> nn.Module:
+    """The small Llama with these values, and embeddings of two more tokens."""
+    model = MODELS["Llama"].build()
+    model.load_state_dict(state, strict=False)
+    torch.manual_seed(3)
+    model.resize_token_embeddings(VOCABULARY + 2, mean_resizing=False)
+    return model
 
 
 @pytest.mark.parametrize("cell", cells(), ids=str)
