@@ -167,6 +167,9 @@ class SimulatedAccelerator:
         """Page-aligned host memory."""
         return populated_pages(nbytes)
 
+    def pin(self, memory: torch.Tensor) -> None:
+        """Host memory is host memory."""
+
     def record(self, stream: Stream) -> Event:
         """A point of compute is a new one each time."""
         _refuse_hidden_thread()

@@ -6,6 +6,7 @@ Everything above speaks to the `Accelerator` protocol; a simulated one stands in
 from zerooffload.accelerator.api import Accelerator, DeviceRange, Event, Mark, Stream
 from zerooffload.accelerator.choose import default_accelerator
 from zerooffload.accelerator.pages import PageRange, host_buffer_nbytes, populated_pages
+from zerooffload.accelerator.shared_pages import SharedAddress, SharedPages, shared_part_nbytes
 
 __all__ = [
     "Accelerator",
@@ -13,8 +14,11 @@ __all__ = [
     "Event",
     "Mark",
     "PageRange",
+    "SharedAddress",
+    "SharedPages",
     "Stream",
     "default_accelerator",
     "host_buffer_nbytes",
     "populated_pages",
+    "shared_part_nbytes",
 ]

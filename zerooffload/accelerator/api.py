@@ -106,6 +106,9 @@ class Accelerator(Protocol):
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Host memory for transfers: uint8, 1D, page-aligned, resident, and pinned where the device profits."""
 
+    def pin(self, memory: torch.Tensor) -> None:
+        """Pin page-aligned host memory that was not made by `host_buffer`, uint8, 1D, where the device profits."""
+
     def record(self, stream: Stream) -> Event:
         """The point that `stream` has been given work up to."""
 

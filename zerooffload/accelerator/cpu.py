@@ -63,6 +63,9 @@ class CpuAccelerator:
         """Resident pages; there is no device to pin them for."""
         return populated_pages(nbytes)
 
+    def pin(self, memory: torch.Tensor) -> None:
+        """There is no device to pin it for."""
+
     def record(self, stream: Stream) -> Event:  # noqa: ARG002 - all streams are one
         """All queues are up to date."""
         return PassedEvent()

@@ -7,7 +7,7 @@ import time
 import torch
 
 from zerooffload.accelerator.api import Event, Mark, Stream
-from zerooffload.accelerator.pages import PageRange
+from zerooffload.accelerator.pages import host_buffer_nbytes, populated_pages
 from zerooffload.errors import InternalError
 from zerooffload.formats import MIB, round_up
 
@@ -147,15 +147,19 @@ class CudaAccelerator:
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Page-aligned memory of the exact size, registered: torch's pinned allocator rounds up to a power of two."""
-        pages = PageRange(nbytes)
-        pages.populate()
+        memory = populated_pages(nbytes)
+        self.pin(memory)
+        return memory
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Register its pages."""
         # On a thread that has used no device yet, the current one is the first of the machine, not this one.
         with torch.cuda.device(self.device):
-            status = torch.cuda.cudart().cudaHostRegister(pages.tensor.data_ptr(), pages.nbytes, 0)
+            nbytes = host_buffer_nbytes(memory.numel())
+            status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)
             if int(status) != 0:
                 # Not an error: copies from unpinned memory are right, only slower and not asynchronous.
                 torch.cuda.cudart().cudaGetLastError()
-        return pages.tensor
 
     def record(self, stream: Stream) -> Event:
         """An event at the end of what `stream` has been given."""

@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from zerooffload.accelerator import host_buffer_nbytes
+from zerooffload.accelerator import host_buffer_nbytes, shared_part_nbytes
 from zerooffload.config import HomeTier, TierChoice, TierName
 from zerooffload.errors import ConfigError
 from zerooffload.formats import round_up
@@ -60,6 +60,12 @@ class Reach:
         """Whether the host computes on bytes of that tier in place."""
         return tier is TierName.HOST or (tier is TierName.DEVICE and self.device_shares_host)
 
+    def home_nbytes(self, state: StatePlacement) -> int:
+        """What a state's home takes from the tier's budget: of one that ranks share, this rank's part."""
+        if state.num_sharers > 1:
+            return shared_part_nbytes(state.layout.memory_nbytes, state.num_sharers)
+        return self.block_nbytes(state.tier, state.layout, state.num_places)
+
     def block_nbytes(self, tier: TierName, layout: RecordLayout, num_slots: int = 1) -> int:
         """What a block takes from the tier's budget; the tiers themselves say the same."""
         if tier is TierName.NVME:
@@ -80,6 +86,8 @@ class StatePlacement:
         Under which name and in how many slots its records outlive the run; None if they do not.
     num_places : int
         Of records that do not: with 2, an update may begin ahead (see [Note: ahead] in tiers/api.py).
+    num_sharers : int
+        Ranks that have the block in one memory.
     name : str
         Of the flat buffer and the state.
     """
@@ -90,6 +98,7 @@ class StatePlacement:
     kept: Kept | None = None
     name: str = ""
     num_places: int = 1
+    num_sharers: int = 1
 
     @property
     def kept_layout(self) -> RecordLayout:
@@ -227,6 +236,12 @@ class Placement:
         states = (state for unit in self.units for flat in unit.flats for state in flat.states())
         return sum(state.kept_layout.num_chunks for state in states if state.kept is not None)
 
+    @property
+    def shared_nbytes(self) -> int:
+        """Host memory that all ranks map."""
+        states = [state for unit in self.units for flat in unit.flats for state in flat.states()]
+        return sum(host_buffer_nbytes(state.layout.memory_nbytes) for state in states if state.num_sharers > 1)
+
     def fixed_claims(self) -> list[Claim]:
         """Homes and staging rings: what does not depend on the budgets."""
         totals: dict[tuple[TierName, str], int] = {}
@@ -245,13 +260,12 @@ class Placement:
         return [*fixed, *self.block_inputs.claims]
 
     def _blocks(self, state: StatePlacement) -> list[tuple[TierName, str, int]]:
-        block_nbytes = self.reach.block_nbytes
-        blocks = [(state.tier, state.holder, block_nbytes(state.tier, state.layout, state.num_places))]
+        blocks = [(state.tier, state.holder, self.reach.home_nbytes(state))]
         if state.kept is not None:
             # At home in files they have one slot already.
             holder = mirror_holder(state.holder) if state.is_mirrored else state.holder
             num_more = state.kept.num_slots - (not state.is_mirrored)
-            blocks.append((TierName.NVME, holder, block_nbytes(TierName.NVME, state.kept_layout, num_more)))
+            blocks.append((TierName.NVME, holder, self.reach.block_nbytes(TierName.NVME, state.kept_layout, num_more)))
         return blocks
 
 
@@ -430,6 +444,8 @@ def _place_flat(
     param_slots = (2 if layout.trainable else 1) if is_kept else 0
     of_param = (Part("param", layout.dtype),)
     param = state("parameters", choices.params, of_param, is_sharded=sharding.params, num_slots=param_slots)
+    if sharding.shares_host and not layout.trainable and _may_be_shared(param, reach):
+        param = replace(param, num_sharers=num_shards)
     optimizer = gradient = None
     if layout.trainable:
         record, num_slots = states.parts(layout.dtype), 2 if commits else 0
@@ -447,6 +463,12 @@ def _place_flat(
         moves=len(param.layout.shards) < num_shards or not reach.by_device(param.tier),
         collects=gradient is not None and (several or not reach.by_device(gradient.tier)),
     )
+
+
+def _may_be_shared(param: StatePlacement, reach: Reach) -> bool:
+    """Whether ranks would hold the same bytes on host, which no user reaches in place."""
+    is_whole = len(param.layout.shards) > 1 and param.layout.memory_nbytes > 0
+    return is_whole and param.tier is TierName.HOST and not reach.device_shares_host
 
 
 def _ranges(unit: UnitPlacement, reach: Reach, wanted: Callable[[FlatPlacement], bool]) -> int:

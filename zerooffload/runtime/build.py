@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerooffload import native
-from zerooffload.accelerator import Accelerator
+from zerooffload.accelerator import Accelerator, SharedPages
 from zerooffload.aio import Engine, choose_engine, path_speeds
 from zerooffload.checkpoint.model_weights import ModelWeights
 from zerooffload.checkpoint.stored_tensor import StoredTensor, read_whole
@@ -37,7 +37,7 @@ from zerooffload.planner.placement import (
     place,
     with_second_places,
 )
-from zerooffload.planner.stages import sharding_of
+from zerooffload.planner.stages import Sharding, sharding_of
 from zerooffload.runtime.backwards import BackwardCount
 from zerooffload.runtime.checkpoint_room import checkpoint_nbytes
 from zerooffload.runtime.hook_points import HookPoint
@@ -46,6 +46,7 @@ from zerooffload.runtime.initialization import is_on_meta, materialize
 from zerooffload.runtime.micro_batches import check_blocks, slice_blocks
 from zerooffload.runtime.resources import Drive, Parts, Resources, limits_of, warn_if_memory_is_short
 from zerooffload.runtime.run import Run
+from zerooffload.runtime.shared_homes import meet_in_memory
 from zerooffload.runtime.storage import open_storage
 from zerooffload.runtime.update_mode import ModeChooser, UpdateMode
 from zerooffload.runtime.updating import UpdatePolicy
@@ -135,7 +136,9 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment, weights
         If stored values cannot be read.
     """
     baseline_bytes = process_resident_bytes()
-    found, plan = agree(env.collectives, lambda: _cut_and_plan(model, config, env), "planning")
+    pages = _shared_pages(model, config, env)
+    sharding = replace(sharding_of(config.stage, env.collectives.rank), shares_host=pages is not None)
+    found, plan = agree(env.collectives, lambda: _cut_and_plan(model, config, env, sharding), "planning")
     params_of = dict(stored_tensors(model))
     plan = _same_windows(plan, env.collectives).with_cache()
     warn_if_memory_is_short(plan)
@@ -148,7 +151,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment, weights
     drive = Drive(env.open_engine, env.path_speeds)
     resources, units = _take_resources_together(
         env.collectives,
-        lambda: _with_units(Resources(plan, config, parts, drive, storage), plan, params_of, env),
+        lambda: _with_units(Resources(plan, config, parts, drive, storage, pages=pages), plan, params_of, env),
     )
     run = Run(
         units=units,
@@ -165,6 +168,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment, weights
     try:
         continues = storage is not None and storage.record is not None
         states = InitialStates(resources.ring, parts.waits, weights.params if weights else {}, continues=continues)
+        # Together: what a rank holds another one may have written.
         agree(
             env.collectives,
             lambda: _hand_over(model, units, states, weights, env.accelerator.device),
@@ -187,7 +191,18 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment, weights
     return run
 
 
-def _cut_and_plan(model: nn.Module, config: OffloadConfig, env: Environment) -> tuple[list[UnitModules], AnnouncedPlan]:
+def _shared_pages(model: nn.Module, config: OffloadConfig, env: Environment) -> SharedPages | None:
+    """Memory that all ranks can map, where something may lie there; see [Note: one host copy]."""
+    if env.collectives.world_size == 1:
+        return None
+    holds_whole = not sharding_of(config.stage).params and not env.accelerator.shares_host_memory
+    has_frozen = any(not param.requires_grad for _, param in stored_tensors(model))
+    return meet_in_memory(env.collectives, wanted=holds_whole and has_frozen)
+
+
+def _cut_and_plan(
+    model: nn.Module, config: OffloadConfig, env: Environment, sharding: Sharding
+) -> tuple[list[UnitModules], AnnouncedPlan]:
     """The units, and what they take."""
     _check_model(model)
     found = find_units(model, config.units)
@@ -196,7 +211,7 @@ def _cut_and_plan(model: nn.Module, config: OffloadConfig, env: Environment) -> 
     layouts = [_unit_layout(unit, params_of, config, env, mesh) for unit in found]
     reach = Reach(env.accelerator.shares_host_memory, env.accelerator.range_nbytes)
     inputs = _block_inputs(found, layouts, config, reach)
-    return found, _announce(layouts, inputs, config, env, reach)
+    return found, _announce(layouts, inputs, config, env.accelerator, reach, sharding=sharding)
 
 
 def _same_windows(plan: AnnouncedPlan, collectives: Collectives) -> AnnouncedPlan:
@@ -310,19 +325,24 @@ def _block_inputs(
 
 
 def _announce(
-    layouts: list[UnitLayout], inputs: BlockInputs, config: OffloadConfig, env: Environment, reach: Reach
+    layouts: list[UnitLayout],
+    inputs: BlockInputs,
+    config: OffloadConfig,
+    accelerator: Accelerator,
+    reach: Reach,
+    *,
+    sharding: Sharding,
 ) -> AnnouncedPlan:
     choices = TierChoices(config.params, config.optimizer, config.gradients)
     states = _optimizer_states(config)
     durability = Durability(config.atomic_steps, config.durable)
-    sharding = sharding_of(config.stage, env.collectives.rank)
 
     def placed(homes: TierChoices) -> Placement:
         placement = place(layouts, homes, reach, states, durability, accumulates=config.accumulates, sharding=sharding)
         return replace(placement, block_inputs=inputs)
 
     placement = placed(choices)
-    limits = replace(limits_of(config, env.accelerator), spare_host_bytes=checkpoint_nbytes(placement))
+    limits = replace(limits_of(config, accelerator), spare_host_bytes=checkpoint_nbytes(placement))
     if config.atomic_steps and config.update in ("auto", "during_backward"):
         plan = fit(with_second_places(placement), limits)
         if plan is not None:
@@ -362,10 +382,13 @@ def _make_flat(
         range=accelerator.reserve(placed.range_length) if placed.moves else None,
         collection=accelerator.reserve(placed.range_length) if placed.collects else None,
         rank=env.collectives.rank,
+        home_is_shared=placed.param.num_sharers > 1,
     )
 
 
 def _allocate(state: StatePlacement, resources: Resources) -> Block:
+    if state.num_sharers > 1:
+        return resources.share(state)
     tier = resources.tiers[state.tier]
     home = tier.allocate(state.layout, state.holder, state.kept, name=state.name, num_places=state.num_places)
     if not state.is_mirrored:

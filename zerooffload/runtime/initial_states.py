@@ -47,7 +47,7 @@ class InitialStates:
         values = [
             self._values(slot.param.name, tensor) for slot, tensor in zip(layout.slots, part.flat.tensors, strict=True)
         ]
-        self._write_chunks(part.home, lambda views, span: _write_params(views, values, layout, span))
+        self._write_chunks(part.home, lambda views, span: _write_params(views, values, layout, span), part.first_chunks)
         if part.training is not None:
             record = part.training.optimizer
             self._write_chunks(record, lambda views, span: _write_record(views, values, layout, span))
@@ -62,9 +62,9 @@ class InitialStates:
         """Wait until everything is home."""
         self._ring.drain(self._waits)
 
-    def _write_chunks(self, block: Block, write: Callable[[Views, Span], None]) -> None:
-        """Let `write` set every chunk that a block holds, given its views and its elements of the flat buffer."""
-        for chunk in block.layout.chunks:
+    def _write_chunks(self, block: Block, write: Callable[[Views, Span], None], chunks: range | None = None) -> None:
+        """Let `write` set chunks that a block holds, or all, given its views and its elements of the flat buffer."""
+        for chunk in block.layout.chunks if chunks is None else chunks:
             if self._continues and isinstance(block, NvmeBlock) and chunk in block.kept_chunks:
                 continue
             span = block.layout.chunk_range(chunk)

@@ -229,6 +229,9 @@ class ParamAccess:
             changed = bits(tensor) != bits(old)
             if not bool(changed.any()):
                 continue
+            if part.home_is_shared:
+                # Every rank has edited the same: now all have what the home held, and are here.
+                self._collectives.gather_objects(None)
             if part.range is not None:
                 self._slots.write(part, part.home, index, {"param": own_piece(part, index, tensor.detach())})
                 part.own_changed()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerooffload.accelerator import Accelerator
+from zerooffload.accelerator import Accelerator, SharedPages
 from zerooffload.aio import Engine
 from zerooffload.config import OffloadConfig, TierName
 from zerooffload.errors import ConfigError, InternalError, TierIOError
@@ -20,13 +20,13 @@ from zerooffload.machine import available_host_bytes, host_memory_bytes, ranks_o
 from zerooffload.memory import Budget, Lease
 from zerooffload.planner.admission import AnnouncedPlan, Limits
 from zerooffload.planner.block_inputs import HOLDER, NUM_SLOTS, STAGING_HOLDER
-from zerooffload.planner.placement import JOURNAL_HOLDER, NUM_PARAMETER_SLOTS, NUM_STAGING_SLOTS
+from zerooffload.planner.placement import JOURNAL_HOLDER, NUM_PARAMETER_SLOTS, NUM_STAGING_SLOTS, StatePlacement
 from zerooffload.runtime.commits import Commits
 from zerooffload.runtime.landing import Landing
 from zerooffload.runtime.storage import Storage
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.telemetry import Recorder, TierUsage, Waits, process_resident_bytes
-from zerooffload.tiers import DeviceTier, NvmeTier, StagingRing, Tier, Transfers, host_tier
+from zerooffload.tiers import Block, DeviceTier, NvmeTier, StagingRing, Tier, Transfers, host_tier
 
 if TYPE_CHECKING:
     from zerooffload.runtime.activations import ActivationStore
@@ -121,6 +121,8 @@ class Resources:
     plan : AnnouncedPlan
     tiers : dict[TierName, Tier]
         device, host, and nvme where something lives there.
+    host : MemoryTier
+        The tier of that name.
     ring, param_ring, gradient_ring : StagingRing
         Of the update, of parameters on their way to the device, and of gradients.
     nvme : NvmeTier or None
@@ -148,10 +150,14 @@ class Resources:
         parts: Parts,
         drive: Drive,
         storage: Storage | None,
+        *,
+        pages: SharedPages | None = None,
     ) -> None:
         self.plan = plan
         self.open_engine = drive.open_engine
         self.saver: Saver | None = None
+        self._accelerator = parts.accelerator
+        self._pages = pages
         self.nvme: NvmeTier | None = None
         self.landing: Landing | None = None
         self.updates: UpdateQueue | None = None
@@ -170,7 +176,7 @@ class Resources:
         try:
             self._device = DeviceTier(device, parts.accelerator, parts.transfers)
             self.tiers[TierName.DEVICE] = self._device
-            self.tiers[TierName.HOST] = host_tier(host, parts.accelerator, parts.transfers)
+            self.tiers[TierName.HOST] = self.host = host_tier(host, parts.accelerator, parts.transfers)
             if storage is not None:
                 self.nvme = NvmeTier(
                     storage.directories,
@@ -183,6 +189,8 @@ class Resources:
                 )
                 self.tiers[TierName.NVME] = self.nvme
             placement = plan.placement
+            if pages is not None:
+                pages.map(placement.shared_nbytes)
             if placement.commits_steps:
                 nbytes = record_capacity(placement.num_kept_chunks)
                 self._leases.append(host.lease(nbytes, JOURNAL_HOLDER))
@@ -225,6 +233,20 @@ class Resources:
         ring = StagingRing(holder, num_slots, slot_nbytes, host, parts.accelerator, num_cached=num_cached)
         self._rings.append(ring)
         return ring
+
+    def share(self, state: StatePlacement) -> Block:
+        """The home of a state that all ranks have in one memory; they take them in one order.
+
+        Raises
+        ------
+        BudgetError
+            If this rank's part does not fit the host's budget.
+        """
+        if self._pages is None:
+            raise InternalError(f"{state.name} is shared, but there is no memory for it")
+        memory = self._pages.take(state.layout.memory_nbytes)
+        self._accelerator.pin(memory)
+        return self.host.share(state.layout, state.holder, memory, state.num_sharers, state.name)
 
     def reserve(self) -> None:
         """Take the space of all blocks; then hold the run to its plan.

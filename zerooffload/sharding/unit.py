@@ -71,6 +71,8 @@ class UnitFlat:
         Memory for the whole buffer's gradients while they gather; None where their home is usable by the device.
     rank : int
         Whose shard is this rank's.
+    home_is_shared : bool
+        Whether all ranks have the home in one memory.
     copies_are_current : bool
         Whether parameters that the home holds and this rank does not update are those after the last update.
     """
@@ -81,6 +83,7 @@ class UnitFlat:
     range: DeviceRange | None
     collection: DeviceRange | None
     rank: int = 0
+    home_is_shared: bool = False
     copies_are_current: bool = True
 
     @property
@@ -97,6 +100,11 @@ class UnitFlat:
     def own_chunks(self) -> builtins.range:
         """The chunks of these shards."""
         return self.home.layout.chunks_of(self.own)
+
+    @property
+    def first_chunks(self) -> builtins.range:
+        """The chunks of the parameters whose first values this rank writes home."""
+        return self.home.layout.chunks_of(self.shard) if self.home_is_shared else self.home.layout.chunks
 
     @property
     def current_chunks(self) -> builtins.range:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zerooffload.accelerator import Accelerator, host_buffer_nbytes
+from zerooffload.accelerator import Accelerator, host_buffer_nbytes, shared_part_nbytes
 from zerooffload.config import TierName
 from zerooffload.errors import InternalError
 from zerooffload.memory import Budget, Lease
@@ -135,6 +135,13 @@ class MemoryTier:
         self._leases.append(self.budget.lease(self.block_nbytes(layout, num_places=num_places), holder))
         places = [self._take_memory(layout.memory_nbytes) for _ in range(num_places)]
         return MemoryBlock(layout, places, self._spaces, self._transfers, name=name)
+
+    def share(
+        self, layout: RecordLayout, holder: str, memory: torch.Tensor, num_sharers: int, name: str
+    ) -> MemoryBlock:
+        """A block in memory that so many processes have, each of which leases its part."""
+        self._leases.append(self.budget.lease(shared_part_nbytes(memory.numel(), num_sharers), holder))
+        return MemoryBlock(layout, [memory], self._spaces, self._transfers, name=name)
 
     def reserve(self) -> None:
         """Memory is taken when it is allocated."""
