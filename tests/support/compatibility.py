@@ -120,8 +120,8 @@ def cells() -> list[Cell]:
 def rank_cells(world_size: int) -> list[Cell]:
     """Those on several ranks; unless all is gone through, each loop in some of the stages and places."""
     pairs = [(model, loop) for loop, model in itertools.product(LOOPS, MODELS) if _can_be(model, loop)]
-    # Which of two errors comes first says nothing.
-    pairs = [pair for pair in pairs if not (MODELS[pair[0]].refused_on_ranks and LOOPS[pair[1]].refused)]
+    # A loop that looks at all parameters between steps gathers them in one order, or has an error of its own.
+    pairs = [pair for pair in pairs if pair[1] == BASE_LOOP or not MODELS[pair[0]].refused_on_ranks]
     pairs = [pair for pair in pairs if EXHAUSTIVE or _is_chosen(*pair)]
     return [
         Cell(model, loop, place, stage, world_size)
