@@ -10,8 +10,7 @@ import torch
 from support.exporting import export, export_until_killed
 from support.ranks import started_ranks
 from support.small_models import small_llama
-
-from zerooffload.checkpoint.weights_folder import read_weights
+from support.stored_weights import read_weights
 
 if TYPE_CHECKING:
     from pathlib import Path

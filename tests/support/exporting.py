@@ -13,13 +13,13 @@ import torch
 from support.rank_stages import Case
 from support.rank_training import OPTIONS, even_shares, global_batch, offload_config
 from support.small_models import small_llama
+from support.stored_weights import read_weights
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import zerooffload as zo
 from zerooffload.checkpoint import weights_writer
-from zerooffload.checkpoint.weights_folder import read_weights
 from zerooffload.errors import ZeroOffloadError
 from zerooffload.formats import MIB
 from zerooffload.planner import placement

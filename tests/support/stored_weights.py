@@ -15,6 +15,8 @@ from torch import nn
 
 import zerooffload as zo
 from zerooffload.checkpoint.safetensors_file import SafetensorsFile
+from zerooffload.checkpoint.stored_tensor import read_whole
+from zerooffload.checkpoint.weights_folder import WeightsFolder
 
 
 def save_folder(folder: Path, tensors: Mapping[str, torch.Tensor], num_files: int = 1) -> Path:
@@ -28,6 +30,12 @@ def save_folder(folder: Path, tensors: Mapping[str, torch.Tensor], num_files: in
         save_file({name: tensor for name, tensor in tensors.items() if weight_map[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return folder
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model folder, as ours are read."""
+    with WeightsFolder(folder) as weights:
+        return {name: read_whole(tensor) for name, tensor in weights.tensors().items()}
 
 
 @contextmanager

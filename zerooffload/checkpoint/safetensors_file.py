@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import torch
 
-from zerooffload.checkpoint.stored_tensor import StoredTensor, is_possible, read_whole
+from zerooffload.checkpoint.stored_tensor import StoredTensor, is_possible
 from zerooffload.errors import CheckpointError
 from zerooffload.formats import format_bytes, round_up
 
@@ -176,10 +176,6 @@ class SafetensorsFile:
             If the file lacks them, or cannot be read.
         """
         self._read_bytes(self._data_start + offset_bytes, target, f"bytes from {offset_bytes} on")
-
-    def read_whole(self, name: str) -> torch.Tensor:
-        """A tensor in memory of its own."""
-        return read_whole(self.tensor(name))
 
     def tensor(self, name: str) -> StoredTensor:
         """A tensor that can be read as long as the file is open."""

@@ -11,9 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-import torch
-
-from zerooffload.checkpoint.safetensors_file import SafetensorsFile, TensorEntry, parse_json
+from zerooffload.checkpoint.safetensors_file import SafetensorsFile, parse_json
 from zerooffload.checkpoint.stored_tensor import StoredTensor
 from zerooffload.errors import CheckpointError
 from zerooffload.formats import format_bytes
@@ -30,8 +28,6 @@ class WeightsFolder:
     Attributes
     ----------
     path : pathlib.Path
-    entries : Mapping[str, TensorEntry]
-        By name.
 
     Raises
     ------
@@ -51,9 +47,6 @@ class WeightsFolder:
         except BaseException:
             self.close()
             raise
-        self.entries: Mapping[str, TensorEntry] = {
-            name: file.header.entries[name] for name, file in self._files.items()
-        }
 
     def __enter__(self) -> Self:
         return self
@@ -68,14 +61,6 @@ class WeightsFolder:
     def tensors(self) -> dict[str, StoredTensor]:
         """All tensors, which can be read as long as the folder is open."""
         return {name: file.tensor(name) for name, file in self._files.items()}
-
-    def read(self, name: str, first: int, target: torch.Tensor) -> None:
-        """Elements of a tensor: see `SafetensorsFile.read`."""
-        self._files[name].read(name, first, target)
-
-    def read_whole(self, name: str) -> torch.Tensor:
-        """A tensor in memory of its own."""
-        return self._files[name].read_whole(name)
 
     def _take(self, file: SafetensorsFile, expected: set[str]) -> None:
         names = set(file.header.entries)

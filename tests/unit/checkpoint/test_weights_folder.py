@@ -6,17 +6,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.stored_weights import read_weights
 
 from zerooffload import CheckpointError
 from zerooffload.checkpoint.weights_folder import WeightsFolder, weight_files
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    with WeightsFolder(folder) as weights:
-        return {name: weights.read_whole(name) for name in weights.entries}
 
 
 WEIGHTS = {

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.stored_weights import read_weights
 
 from zerooffload import CheckpointError, ConfigError, InternalError
 from zerooffload.checkpoint.staged_folder import StagedFolder
-from zerooffload.checkpoint.weights_folder import read_weights
 from zerooffload.checkpoint.weights_writer import (
     WeightsWriter,
     check_complete,

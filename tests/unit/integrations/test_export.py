@@ -12,13 +12,13 @@ from safetensors.torch import load_file, load_model
 from support.compatible_models import quantized_with_lora, with_lora
 from support.folders import leftovers
 from support.small_models import batch, branching, small_gpt2, small_llama, small_mixtral
+from support.stored_weights import read_weights
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import zerooffload as zo
 from zerooffload import BudgetError, CheckpointError, ConfigError
 from zerooffload.checkpoint import weights_writer
-from zerooffload.checkpoint.weights_folder import read_weights
 from zerooffload.runtime import weight_export
 
 if TYPE_CHECKING:
