@@ -68,7 +68,7 @@ import zerooffload as zo
 from zerooffload.accelerator import Accelerator, populated_pages
 from zerooffload.accelerator.cpu import CpuAccelerator
 from zerooffload.aio import choose_engine
-from zerooffload.entry import offload_in
+from zerooffload.entry.offloading import offload_in
 from zerooffload.formats import GIB, MIB, format_bytes
 from zerooffload.optim.kernels import host_kernels
 from zerooffload.planner.placement import CHUNK_NUMEL

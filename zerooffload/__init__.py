@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerooffload.config import OffloadConfig
-    from zerooffload.entry import (
+    from zerooffload.entry.checkpoints import load, load_dcp, load_deepspeed, save, save_dcp
+    from zerooffload.entry.offloading import close, offload, reclaim_device, release_device
+    from zerooffload.entry.training import (
         clip_grad_norm_,
-        close,
         full_params,
         no_sync,
-        offload,
-        reclaim_device,
-        release_device,
         resume,
         sliced_loss,
         step_report,
@@ -62,25 +60,25 @@ _HOMES = {
     "TierIOError": "errors",
     "TierUsage": "telemetry",
     "ZeroOffloadError": "errors",
-    "clip_grad_norm_": "entry",
-    "close": "entry",
+    "clip_grad_norm_": "entry.training",
+    "close": "entry.offloading",
     "export_safetensors": "integrations.huggingface.export",
-    "full_params": "entry",
-    "load": "entry",
-    "load_dcp": "entry",
-    "load_deepspeed": "entry",
+    "full_params": "entry.training",
+    "load": "entry.checkpoints",
+    "load_dcp": "entry.checkpoints",
+    "load_deepspeed": "entry.checkpoints",
     "load_pretrained": "integrations.huggingface",
-    "no_sync": "entry",
-    "offload": "entry",
-    "reclaim_device": "entry",
-    "release_device": "entry",
-    "resume": "entry",
-    "save": "entry",
-    "save_dcp": "entry",
-    "sliced_loss": "entry",
-    "step_report": "entry",
-    "trace": "entry",
-    "track": "entry",
+    "no_sync": "entry.training",
+    "offload": "entry.offloading",
+    "reclaim_device": "entry.offloading",
+    "release_device": "entry.offloading",
+    "resume": "entry.training",
+    "save": "entry.checkpoints",
+    "save_dcp": "entry.checkpoints",
+    "sliced_loss": "entry.training",
+    "step_report": "entry.training",
+    "trace": "entry.training",
+    "track": "entry.training",
 }
 
 __all__ = [

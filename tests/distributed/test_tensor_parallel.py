@@ -95,6 +95,8 @@ def test_ordinary_calls_are_right_or_refused(found: list[dict[str, Any]]) -> Non
         assert "An offloaded model stays as it is" in said["to"]
         for name in ("to_local", "full_tensor", "redistribute", "add"):
             assert "blocks.0.up.weight was used outside of the model's forward" in said[name], name
+        for name, error in said["checkpoints"].items():
+            assert f"{name} does not know models that parallelize_module has cut" in error
         assert said["edit"] == 0.0
         assert said["gradients"] == []
         assert said["new gradient"] == [1.0]

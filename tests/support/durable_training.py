@@ -21,7 +21,7 @@ from torch import nn
 import zerooffload as zo
 from zerooffload.accelerator.cpu import CpuAccelerator
 from zerooffload.aio import Engine, OpenFile, choose_engine
-from zerooffload.entry import offload_in
+from zerooffload.entry.offloading import offload_in
 from zerooffload.optim.kernels import host_kernels
 from zerooffload.runtime.build import Environment
 from zerooffload.telemetry import Waitable

@@ -15,9 +15,9 @@ from support.simulated_accelerator import Copies, SimulatedAccelerator
 from support.simulated_engine import Fault, SimulatedEngine, Transfers
 
 import zerooffload as zo
-from zerooffload import entry
 from zerooffload.accelerator import Accelerator
 from zerooffload.accelerator.cpu import CpuAccelerator
+from zerooffload.entry import offloading
 from zerooffload.optim.kernels import Kernels, host_kernels
 from zerooffload.runtime.build import Environment
 from zerooffload.sharding.collectives import Collectives
@@ -61,7 +61,7 @@ def simulated_devices(make_waits: MakeWaits = Waits) -> Iterator[None]:
         def environment(_config: object, _accelerator: object, collectives: Collectives) -> Environment:
             return replace(stack.enter_context(simulated(make_waits=make_waits)), collectives=collectives)
 
-        patch.setattr(entry, "environment", environment)
+        patch.setattr(offloading, "environment", environment)
         yield
 
 

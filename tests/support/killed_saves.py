@@ -16,7 +16,7 @@ from torch import nn
 
 import zerooffload as zo
 from zerooffload.accelerator import default_accelerator
-from zerooffload.entry import offload_in
+from zerooffload.entry.offloading import offload_in
 from zerooffload.planner import placement
 from zerooffload.runtime.build import environment
 from zerooffload.sharding.collectives import Collectives, GroupCollectives, SingleRank

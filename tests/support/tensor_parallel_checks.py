@@ -137,6 +137,15 @@ def call_ordinary(_rank: int, _world_size: int, folder: str) -> dict[str, Any]:
         "redistribute": error_of(lambda: weight.redistribute(placements=[Replicate()])),
         "add": error_of(lambda: weight.detach().add_(1)),
     }
+    checkpoints: dict[str, Callable[[], Any]] = {
+        "zo.save": lambda: zo.save(folder, model, cut_up.optimizer),
+        "zo.load": lambda: zo.load(folder, model, cut_up.optimizer),
+        "zo.save_dcp": lambda: zo.save_dcp(folder, model, cut_up.optimizer),
+        "zo.load_dcp": lambda: zo.load_dcp(folder, model, cut_up.optimizer),
+        "zo.load_deepspeed": lambda: zo.load_deepspeed(folder, model, cut_up.optimizer),
+        "zo.export_safetensors": lambda: zo.export_safetensors(model, folder),
+    }
+    found["checkpoints"] = {name: error_of(call) for name, call in checkpoints.items()}
     doubled = {name: value * 2 for name, value in start.state_dict().items()}
     model.load_state_dict(doubled)
     found["load_state_dict"] = _same_tensors(model.state_dict(), doubled)

@@ -15,7 +15,8 @@ from torch import nn
 import zerooffload as zo
 from zerooffload.accelerator import default_accelerator
 from zerooffload.checkpoint.model_weights import ModelWeights
-from zerooffload.entry import offload_opened, watch
+from zerooffload.entry.offloading import offload_opened
+from zerooffload.entry.training import watch
 from zerooffload.errors import ConfigError
 from zerooffload.integrations.huggingface import (
     ModelSource,

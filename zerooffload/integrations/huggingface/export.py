@@ -28,6 +28,7 @@ from zerooffload.checkpoint.weights_writer import (
     plan_files,
     write_json,
 )
+from zerooffload.entry.runs import run_of_whole
 from zerooffload.errors import CheckpointError, ConfigError
 from zerooffload.formats import parse_bytes
 from zerooffload.integrations.huggingface.exported_tensors import (
@@ -86,14 +87,13 @@ def export_safetensors(
     Raises
     ------
     ConfigError
-        If the model is not offloaded, is in use, or cannot be stored in a way that loads; if the directory cannot be
-        made, or holds files.
+        If the model is not offloaded, is in use, cut by tensor parallelism, or cannot be stored in a way that loads; if
+        the directory cannot be made, or holds files.
     CheckpointError
         If the files cannot be written, or do not hold what they were given. Nothing of them is left then.
     """
-    run, units = units_of(model)
-    if not isinstance(run, Run):
-        raise ConfigError(f"{type(model).__name__} is not offloaded: call zo.offload(model) first")
+    run = run_of_whole(model, "zo.export_safetensors")
+    _, units = units_of(model)
     ranks = run.collectives
     if len(ranks.gather_of_parts(0)) > 1:
         raise ConfigError("a stage of a pipeline is no model that can be loaded: save its state_dict, stage by stage")

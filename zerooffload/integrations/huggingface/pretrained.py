@@ -23,7 +23,7 @@ from zerooffload.checkpoint.model_weights import ModelWeights, match, refuse_inc
 from zerooffload.checkpoint.stored_tensor import StoredTensor
 from zerooffload.checkpoint.weights_folder import WeightsFolder
 from zerooffload.config import OffloadConfig
-from zerooffload.entry import offload_opened
+from zerooffload.entry.offloading import offload_opened
 from zerooffload.errors import CheckpointError, ConfigError
 from zerooffload.integrations.huggingface.conversion import converted
 from zerooffload.integrations.huggingface.gguf_llama import llama_tensors

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import nn
 
-from zerooffload.entry import sliced_loss
+from zerooffload.entry.training import sliced_loss
 from zerooffload.errors import ConfigError
 
 SLICE_RULES: Mapping[str, Literal["batch", "shared"]] = {

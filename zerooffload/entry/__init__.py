@@ -1,0 +1,1 @@
+"""The public functions: on models, in a training loop, for checkpoints."""

@@ -1,0 +1,197 @@
+"""Checkpoints: ours, and those of others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zerooffload.entry.runs import run_of_whole
+from zerooffload.errors import ConfigError
+from zerooffload.runtime import dcp_exchange, deepspeed_import
+from zerooffload.runtime.saving import SaveTicket
+
+
+def save(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    extra: Any = None,
+    *,
+    blocking: bool = True,
+    keep_last: int | None = None,
+) -> SaveTicket:
+    """Save a checkpoint: every state, what is tracked, random states, and `extra`. Collective.
+
+        zo.save("checkpoints", model, optimizer, extra={"epoch": 3}, keep_last=2)
+
+    It is a folder of its own in `directory`, there whole or not at all, which `zo.load` reads into any number of ranks
+    and any placement. Call it between steps: what belongs to a step is saved as it is now; gradients are not.
+
+    Parameters
+    ----------
+    directory : path
+        Made if it is not there; all ranks must see the same one.
+    optimizer : Optimizer or sequence of them
+        All optimizers of the model, in the order in which they were made.
+    extra : Any
+        Numbers, texts, bytes, None, lists, tuples, dictionaries, small tensors and numpy arrays; of each rank.
+    blocking : bool
+        Return when the checkpoint is there. With False, training goes on meanwhile: what is saved is as it is now all
+        the same. A later save, `zo.load` and `zo.close` wait until it is done.
+    keep_last : int, optional
+        Afterwards, remove the oldest checkpoints in `directory`, but for so many.
+
+    Returns
+    -------
+    SaveTicket
+        `wait()` returns when the checkpoint is there, and raises what went wrong; `done()` asks; `path` is its folder.
+
+    Raises
+    ------
+    ConfigError
+        If the model is not offloaded, or cut by tensor parallelism; if the directory cannot be used, or `extra` or what
+        is tracked cannot be saved.
+    BudgetError
+        If the host's budget has no room for what is on its way to the files.
+    TierIOError
+        If a file cannot be written.
+    """
+    if keep_last is not None and keep_last < 1:
+        raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
+    run = run_of_whole(model, "zo.save")
+    return run.save(Path(directory), _as_list(optimizer), extra, keep_last=keep_last, blocking=blocking)
+
+
+def load(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> Any:
+    """Go on from a checkpoint of `zo.save`: the newest one in `directory`, or the one that is that folder. Collective.
+
+        extra = zo.load("checkpoints", model, optimizer)
+
+    Call it after `offload`, the making of the optimizer and `track`. Every byte is compared with its checksum. Another
+    number of ranks, stage, placement or cut into units changes no bit of a state; another compute dtype or format of
+    moments converts it. Of what each rank had for itself, a rank gets that of the rank with its number, else of rank 0.
+
+    Returns
+    -------
+    Any
+        What was given as `extra`.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no checkpoint, it is damaged, or of another model. If it says so while states are written, the run
+        cannot go on.
+    ConfigError
+        If the model is in use or cut by tensor parallelism, or the optimizers or what is tracked are others.
+    BudgetError
+        If the host's budget has no room for what is on its way from the files.
+    """
+    return run_of_whole(model, "zo.load").load(Path(directory), _as_list(optimizer))
+
+
+def save_dcp(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+) -> None:
+    """Write a checkpoint that `torch.distributed.checkpoint` loads: for FSDP2, torchtitan and others. Collective.
+
+        zo.save_dcp("for-fsdp2", model, optimizer)
+
+    It holds `model.<name>` in fp32 (what is trained in 16 bits as its exact master) and what
+    `torch.distributed.checkpoint.state_dict` calls the optimizer's state, with each parameter's count of steps. States
+    pass by in pieces. To save for going on here, use `zo.save`.
+
+    Parameters
+    ----------
+    directory : path
+        New or empty, on a file system that all ranks see. It has its name when all is written.
+    optimizer : optional
+        Default: the parameters alone.
+
+    Raises
+    ------
+    ConfigError
+        If the model is not offloaded or in use, is a stage of a pipeline or cut by tensor parallelism, or the directory
+        cannot be made.
+    CheckpointError
+        If it cannot be written; nothing of it is left then.
+    """
+    run = run_of_whole(model, "zo.save_dcp")
+    dcp_exchange.save_dcp(run, model, _as_list(optimizer), run.rule, Path(directory))
+
+
+def load_dcp(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+) -> None:
+    """Take over a checkpoint of `torch.distributed.checkpoint`, however it was sharded. Collective.
+
+        zo.load_dcp("from-fsdp2", model, optimizer)
+
+    Parameters, persistent buffers, moments and step counts are found by the model's names, whatever model and optimizer
+    are called in the checkpoint; settings such as the learning rate stay your optimizer's. Only what a piece needs is
+    read, and no code of the checkpoint is run.
+
+    Parameters
+    ----------
+    optimizer : optional
+        Default: the parameters alone are taken, and moments begin afresh.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no checkpoint, it is damaged, holds what could run code, or is of another model. If it says so while
+        states are written, the run cannot go on.
+    ConfigError
+        If the model is not offloaded, in use, or cut by tensor parallelism.
+    """
+    run = run_of_whole(model, "zo.load_dcp")
+    dcp_exchange.load_dcp(run, model, _as_list(optimizer), run.rule, Path(directory))
+
+
+def load_deepspeed(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+) -> None:
+    """Take over a checkpoint of DeepSpeed's ZeRO, stage 1, 2 or 3, of any number of ranks. Collective.
+
+        zo.load_deepspeed("deepspeed-checkpoints", model, optimizer)
+
+    It takes the fp32 masters, frozen parameters, buffers, moments and step counts; settings such as the learning rate
+    stay your optimizer's. Only what a piece needs is read, and no code of the checkpoint is run.
+
+    Parameters
+    ----------
+    directory : path
+        What was given to DeepSpeed's `save_checkpoint`, or the folder of a step in it.
+    optimizer : optional
+        Default: the parameters alone are taken, and moments begin afresh.
+
+    Raises
+    ------
+    CheckpointError
+        If there is no such checkpoint, it is damaged, of another model, or was made with tensor or pipeline
+        parallelism. If it says so while states are written, the run cannot go on.
+    ConfigError
+        If the model is not offloaded, in use, or cut by tensor parallelism.
+    """
+    run = run_of_whole(model, "zo.load_deepspeed")
+    deepspeed_import.load_deepspeed(run, model, Path(directory), moments=bool(_as_list(optimizer)))
+
+
+def _as_list(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+) -> list[torch.optim.Optimizer]:
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
