@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 
 from zerooffload.errors import ConfigError
 from zerooffload.sharding.placeholders import OffloadedGradient
+from zerooffload.sharding.registry import residence_of
 from zerooffload.sharding.unit import TrainingStates, UnitFlat
 
 
@@ -29,6 +30,30 @@ class Chosen:
             for index in self.indices
             if self.training.held[index] and isinstance(self.part.flat.params[index].grad, OffloadedGradient)
         ]
+
+
+def choose(params: Iterable[torch.Tensor], run: object) -> list[Chosen]:
+    """Those of these parameters that are trained, by flat.
+
+    Raises
+    ------
+    ConfigError
+        If one is not of that run.
+    """
+    indices: dict[UnitFlat, list[int]] = {}
+    for param in params:
+        residence = residence_of(param)
+        if residence is None or residence.run is not run:
+            raise ConfigError(
+                f"zo.clip_grad_norm_ got a parameter of shape {tuple(param.shape)} that is not this model's"
+            )
+        if residence.part.training is not None:
+            indices.setdefault(residence.part, []).append(residence.slot_index)
+    return [
+        Chosen(part, part.training, tuple(dict.fromkeys(chosen)))
+        for part, chosen in indices.items()
+        if part.training is not None
+    ]
 
 
 SquareSums = Callable[[UnitFlat, TrainingStates], list[torch.Tensor]]

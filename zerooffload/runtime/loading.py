@@ -33,6 +33,7 @@ from zerooffload.runtime.logical_states import (
     owned_chunks,
 )
 from zerooffload.runtime.resources import Parts, Resources
+from zerooffload.sharding.collectives import Collectives, agree, gather_from_all
 from zerooffload.sharding.layout import ParamSpec
 from zerooffload.sharding.unit import Unit
 from zerooffload.tiers import dtype_name
@@ -130,6 +131,19 @@ class Loading:
         write_all(self._states, self._chunks, self._fill)
         set_steps(self._units, lambda param: self._saved_of(param.names).entry.num_steps)
 
+    def put_back(self, take_over: Callable[[dict[str, Any]], None]) -> None:
+        """Let `take_over` have what belongs to the run beside the states.
+
+        Raises
+        ------
+        CheckpointError
+            If it does not fit.
+        """
+        try:
+            take_over(self.run_state)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"what the checkpoint holds beside the states cannot be put back: {error}") from error
+
     def _fill(self, chunk: StateChunk, views: Views) -> None:
         for piece, target in pieces_to_fill(chunk, views):
             saved = self._saved_of(piece.param.names)
@@ -206,6 +220,33 @@ class Loading:
             expected += [(part.name, part.dtype, part.block_numel) for part in states.parts(dtype)]
         found = [(state.name, dtype_of(state, name), state.block_numel) for state in saved.group.states]
         return "" if found == expected else f"{name} has other states than {[state for state, _, _ in expected]}"
+
+
+def open_loading(
+    directory: Path,
+    units: Sequence[Unit],
+    states: OptimizerStates,
+    collectives: Collectives,
+    *,
+    resources: Resources,
+    parts: Parts,
+) -> Loading:
+    """See `Loading`; on every rank or on none. Collective."""
+    rank = gather_from_all(collectives, collectives.global_rank).index(collectives.global_rank)
+    mine = [held.param.names for held in held_params(units)]
+    names = [of_param for of_part in collectives.gather_of_parts(mine) for of_param in of_part]
+    made: list[Loading] = []
+
+    def make() -> None:
+        made.append(Loading(directory, rank, units, states, names=names, resources=resources, parts=parts))
+
+    try:
+        agree(collectives, make, "loading a checkpoint")
+    except BaseException:
+        for loading in made:
+            loading.close()
+        raise
+    return made[0]
 
 
 def write_all(states: LogicalStates, chunks: Iterable[StateChunk], fill: Callable[[StateChunk, Views], None]) -> None:

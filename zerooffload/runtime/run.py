@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zerooffload.checkpoint.manifest import RunEntry
 from zerooffload.config import TierName
-from zerooffload.errors import CheckpointError, ConfigError
+from zerooffload.errors import ConfigError
 from zerooffload.journal.values import from_json, to_json
 from zerooffload.optim.kernels import Kernels
 from zerooffload.optim.optimizer import ScalarsOf
@@ -28,15 +28,15 @@ from zerooffload.optim.rules import RULES, Rule
 from zerooffload.optim.stream import StreamedUpdate
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.runtime.ahead import AheadUpdates
-from zerooffload.runtime.clipping import Chosen, clip_factor, norm_sum, scale, total_norm
+from zerooffload.runtime.clipping import Chosen, choose, clip_factor, norm_sum, scale, total_norm
 from zerooffload.runtime.fetch import Fetcher
 from zerooffload.runtime.gradient_hooks import hook_gradient
 from zerooffload.runtime.gradients import GradientPath
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.kept_steps import KeptSteps
 from zerooffload.runtime.landing import Landing
-from zerooffload.runtime.loading import Loading
-from zerooffload.runtime.logical_states import LogicalStates, StateChunk, held_params
+from zerooffload.runtime.loading import open_loading
+from zerooffload.runtime.logical_states import LogicalStates, StateChunk
 from zerooffload.runtime.param_access import ParamAccess
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
@@ -47,7 +47,7 @@ from zerooffload.runtime.update import plan_update
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.runtime.updating import UpdatePolicy, Updating
 from zerooffload.runtime.watching import watched
-from zerooffload.sharding.collectives import Collectives, agree, gather_from_all
+from zerooffload.sharding.collectives import Collectives, agree
 from zerooffload.sharding.registry import Residence, forget, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 from zerooffload.telemetry import Listener, StepReport, Work, process_peak_bytes
@@ -209,8 +209,10 @@ class Run:
     def load(self, directory: Path, optimizers: Sequence[torch.optim.Optimizer]) -> Any:
         """See `zo.load`."""
         self.empty_for("zo.load")
-        with self._loading(directory) as loading:
-            agree(self._collectives, lambda: self._take_over(loading, optimizers), "loading a checkpoint")
+        ranks, resources, parts = self._collectives, self._resources, self._parts
+        with open_loading(directory, self.units, self._states, ranks, resources=resources, parts=parts) as loading:
+            take_over = partial(self.kept.take_over, optimizers=optimizers)
+            agree(ranks, lambda: loading.put_back(take_over), "loading a checkpoint")
             self.refill(loading.fill, loading.manifest.step)
             return from_json(loading.manifest.extra)
 
@@ -244,34 +246,6 @@ class Run:
         for param in params:
             param.grad = None
         self.discard_gradients(params)
-
-    def _loading(self, directory: Path) -> Loading:
-        """On every rank or on none. Collective."""
-        ranks = gather_from_all(self._collectives, self.global_rank)
-        mine = [held.param.names for held in held_params(self.units)]
-        names = [of_param for of_part in self._collectives.gather_of_parts(mine) for of_param in of_part]
-        made: list[Loading] = []
-
-        def make() -> None:
-            rank = ranks.index(self.global_rank)
-            resources, parts = self._resources, self._parts
-            made.append(
-                Loading(directory, rank, self.units, self._states, names=names, resources=resources, parts=parts)
-            )
-
-        try:
-            agree(self._collectives, make, "loading a checkpoint")
-        except BaseException:
-            for loading in made:
-                loading.close()
-            raise
-        return made[0]
-
-    def _take_over(self, loading: Loading, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        try:
-            self.kept.take_over(loading.run_state, optimizers)
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise CheckpointError(f"what the checkpoint holds beside the states cannot be put back: {error}") from error
 
     def _moments(self) -> Owner:
         updating = self._updating
@@ -526,7 +500,7 @@ class Run:
         """Where the gradients of these parameters are, all arrived, and their norm over all ranks."""
         self._check_usable()
         self._schedule.recover()
-        chosen = self._choose(params)
+        chosen = choose(params, self)
         # What no gradient holds is zeroed in place: a step of another optimizer may still be reading it.
         self._updates.finish()
         self._gradients.settle()
@@ -538,22 +512,6 @@ class Run:
     def _read_gradient(self, part: UnitFlat, training: TrainingStates, index: int) -> torch.Tensor:
         self._gradients.drain()
         return self.access.read_gradient_piece(part, training, index)
-
-    def _choose(self, params: Iterable[torch.Tensor]) -> list[Chosen]:
-        indices: dict[UnitFlat, list[int]] = {}
-        for param in params:
-            residence = residence_of(param)
-            if residence is None or residence.run is not self:
-                raise ConfigError(
-                    f"zo.clip_grad_norm_ got a parameter of shape {tuple(param.shape)} that is not this model's"
-                )
-            if residence.part.training is not None:
-                indices.setdefault(residence.part, []).append(residence.slot_index)
-        return [
-            Chosen(part, part.training, tuple(dict.fromkeys(chosen)))
-            for part, chosen in indices.items()
-            if part.training is not None
-        ]
 
     def _check_usable(self) -> None:
         self.kept.check_resumed()
