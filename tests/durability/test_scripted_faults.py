@@ -37,9 +37,9 @@ DURABLE: dict[str, Any] = {"params": "host", "optimizer": "host", "gradients": "
 EVERYTHING = ("read", "write", "flush")
 # Operations of this training, all of it. Then those of beginning it: 8 chunks of parameters and 8 of optimizer states
 # in two slots each, 8 of gradients, and two records.
-NUM_OPERATIONS = {"read": 93, "write": 117, "flush": 9}
+NUM_OPERATIONS = {"read": 82, "write": 117, "flush": 9}
 NUM_TO_BEGIN = {"read": 0, "write": 42, "flush": 3}
-SECOND_STEP = {"read": range(39, 66), "write": range(66, 91), "flush": range(3, 5)}
+SECOND_STEP = {"read": range(39, 62), "write": range(66, 91), "flush": range(3, 5)}
 """From the commit of the first one to the end of the update."""
 
 

@@ -190,7 +190,7 @@ class FaultedTraining:
                 self._whole,
                 lambda step: numbers.update({step: dict(engine.num_operations)}),
             )
-        outcome = Outcome(self._whole.of("loss"), self._whole.of("norm"), params)
+        outcome = Outcome(losses=self._whole.of("loss"), norms=self._whole.of("norm"), params=params)
         assert differences(outcome, replace(plain, buffers={})) == []
         self._params = params
         first, last = numbers[scenario.step], numbers[scenario.step + 1]

@@ -321,6 +321,8 @@ class UpdateQueue:
                 urgency, job = item
                 if job.after is not None and not job.after.done():
                     continue
+                # Else each would keep all those before it.
+                job.after = None
                 chunk = job.next_chunk()
                 if chunk is not None:
                     return job, chunk, urgency
