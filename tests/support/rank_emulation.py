@@ -27,8 +27,8 @@ class EmulatedRanks:
 
     In each micro-step every rank's loss has a backward of its own. The flat buffers of its gradients are added in the
     order in which gloo adds them, and divided by the number of ranks once, in the dtype of the model. Micro-steps add
-    up in it too, or with a `compute_dtype` in fp32. The norm adds exact sums of squares over each rank's shard, in rank
-    order.
+    up in it too, or in fp32 with a `compute_dtype` or `sums_in_fp32`. The norm adds exact sums of squares over each
+    rank's shard, in rank order.
 
     Buffers, and how often a model was called (`num_calls`, where it counts), are each rank's own; between micro-steps
     the model has those of the last rank.
@@ -42,6 +42,7 @@ class EmulatedRanks:
         world_size: int,
         *,
         compute_dtype: str | None = None,
+        sums_in_fp32: bool = False,
         num_replicas: int = 1,
         groups: ParamGroups | None = None,
         **options: object,
@@ -49,7 +50,7 @@ class EmulatedRanks:
         self.model = model
         self.world_size = world_size
         self.num_shards = world_size // num_replicas
-        self._sums_in_fp32 = compute_dtype is not None
+        self._sums_in_fp32 = sums_in_fp32 or compute_dtype is not None
         self._params = dict(model.named_parameters(remove_duplicate=False))
         given = [local_tensor(param) for param in model.parameters()] if groups is None else groups
         self.optimizer = ReferenceOptimizer(given, OptimizerStates(), sums_in_fp32=self._sums_in_fp32, **options)
