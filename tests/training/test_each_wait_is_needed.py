@@ -120,11 +120,8 @@ CASES: dict[tuple[str, Wait], list[Case]] = {
     ("fetch.finish", Wait.PARAMETER_READ): [Case(("nvme", "host", "host"), on_device=False)],
     ("fetch._copy_first", Wait.PARAMETER_READ): [Case(("nvme", "host", "host"))],
     ("fetch.finish", Wait.PARAMETER_COPY): [Case(("host", "host", "host")), Case(NVME)],
-    # Copied from the host at once, and after a read.
-    ("fetch._start_record", Wait.RANGE_REFILL): [
-        Case(("host", "device", "device")),
-        Case(("nvme", "device", "device")),
-    ],
+    ("fetch._copy", Wait.RANGE_REFILL): [Case(("host", "device", "device"))],
+    ("fetch._read", Wait.RANGE_REFILL): [Case(("nvme", "device", "device"))],
     # Slots that the update's writes leave, that gradients' writes leave, and that parameters' copies leave.
     ("staging.acquire", Wait.STAGING_REUSE): [
         Case(("host", "nvme", "host"), on_device=False),
@@ -161,7 +158,7 @@ CASES: dict[tuple[str, Wait], list[Case]] = {
         Case(NVME, on_device=False, recipe=RELOADED),
         Case(("device", "device", "nvme"), recipe=RELOADED),
     ],
-    ("update_queue._land_first", Wait.STATE_WRITE): [Case(NVME)],
+    ("update_queue._land", Wait.STATE_WRITE): [Case(NVME, recipe=RELOADED), Case(NVME, recipe=EDITED)],
     ("staging.drain", Wait.STATE_WRITE): [Case(("host", "nvme", "host"), on_device=False), Case(NVME)],
     ("slot_access.record", Wait.STATE_WRITE): [Case(NVME, on_device=False, recipe=EDITED)],
     ("activations._wait_until_written", Wait.ACTIVATION_WRITE): [
@@ -188,7 +185,7 @@ COVERED: dict[tuple[str, Wait], tuple[str, Case | None]] = {
     ("device_tier.come_back", Wait.STATE_COPY): (NEVER_BEHIND, None),
     ("snapshots.before_change", Wait.SNAPSHOT): (f"{BY_CHANCE} test_checkpoints.py", None),
     ("stream._bring", Wait.GRADIENT_WRITE): (f"{BY_CHANCE} test_update_queue.py", None),
-    ("update_queue._wait_for", Wait.UPDATE): (f"{BY_CHANCE} test_update_queue.py", None),
+    ("update_queue._wait_busy", Wait.UPDATE): (f"{BY_CHANCE} test_update_queue.py", None),
     ("copy_down.finish", Wait.GRADIENT_LANDING): (f"{BY_CHANCE} test_copy_down.py", None),
     ("activations._take_buffer", Wait.ACTIVATION_COPY): (f"{BY_CHANCE} test_activations.py", None),
     ("activations._land", Wait.ACTIVATION_WRITE): ("only where a graph was dropped: see test_activations.py", None),

@@ -30,7 +30,7 @@ RECIPE = Recipe(num_steps=2)
 PLACES = ["cpu", "late copies", "early copies"]
 # Operations of this model's two steps on a tight window. Reads: in forward, in backward (parameters, and gradients that
 # are held), in the update. Writes: when offloading, in backward, in the update, and a record of each commit.
-NUM_READS, NUM_WRITES = 100, 108
+NUM_READS, NUM_WRITES = 90, 108
 NUM_CHUNKS = 8
 """Of parameters; as many of optimizer states, and of gradients."""
 
@@ -96,8 +96,12 @@ def test_training_goes_on_rightly_or_not_at_all(  # noqa: PLR0917 - fixtures
     try:
         model = start(place, [Fault(at=at, operation=operation, errno=errno.ENOSPC)], update=update)
         norms = train_stubbornly(model, told)
-        # If it was not met in training, it is met here.
+        # If it was not met in training, it is met here: where what the optimizer keeps could not be written, at the end.
         params = current_params(model)
+        try:
+            zo.close(model)
+        except zo.TierIOError as error:
+            told.append(error)
     except zo.TierIOError as error:
         told.append(error)
     except zo.ConfigError:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -109,15 +110,7 @@ class Fetcher:
                 self._start_record(fetch, part, chunk, part.place_of(chunk, part.range.tensor))
 
     def _start_record(self, fetch: Fetch, part: UnitFlat, chunk: int, target: torch.Tensor) -> None:
-        home = part.home
-
-        def copy(record: torch.Tensor) -> Event:
-            nbytes = home.layout.record_nbytes(chunk)
-            fetch.last_copy = self._transfers.to_device(
-                target[:nbytes], record[:nbytes], fetch.refill_after, Wait.RANGE_REFILL, name=f"{home.name} #{chunk}"
-            )
-            return fetch.last_copy
-
+        home, copy = part.home, partial(self._copy, fetch, part.home, chunk, target)
         source = home.view(Space.HOST, chunk)
         if source is not None:
             self._updates.wait_for_parameters([part])
@@ -125,6 +118,14 @@ class Fetcher:
         elif self._early.has(home, chunk) or not self._updates.lend(part, chunk, copy):
             self._updates.wait_for_parameters([part])
             self._read(fetch, home, chunk, target)
+
+    def _copy(self, fetch: Fetch, home: Block, chunk: int, target: torch.Tensor, record: torch.Tensor) -> Event:
+        """From host memory."""
+        nbytes = home.layout.record_nbytes(chunk)
+        fetch.last_copy = self._transfers.to_device(
+            target[:nbytes], record[:nbytes], fetch.refill_after, Wait.RANGE_REFILL, name=f"{home.name} #{chunk}"
+        )
+        return fetch.last_copy
 
     def _read(self, fetch: Fetch, home: Block, chunk: int, target: torch.Tensor) -> None:
         if self._accelerator.shares_host_memory:
