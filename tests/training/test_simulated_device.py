@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from support.environments import COMBINATIONS, PAIRWISE, Homes, cpu_with_simulated_drive, least_memory, simulated
 from support.reference_training import Outcome, Recipe, differences, train_offloaded
 from support.simulated_accelerator import Copies, SimulatedAccelerator
 from support.simulated_engine import Transfers
 from support.small_models import MODELS
 
+from zerooffload.memory import Budget
+from zerooffload.telemetry import Recorder, Waits
+from zerooffload.tiers import StagingRing
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from zerooffload.accelerator import Event
     from zerooffload.runtime.build import Environment
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
+NUM_BYTES = 4096
 LLAMA = Recipe(num_steps=6)
 LLAMA_BF16 = Recipe(num_steps=6, compute_dtype="bf16")
 GPT2 = Recipe(build=MODELS["gpt2"], num_steps=6)
@@ -55,6 +63,28 @@ def test_simulated_drive_of_a_cpu(
     homes: Homes, transfers: Transfers, nvme: Path, plain: Callable[[Recipe], Outcome]
 ) -> None:
     assert_equal(LLAMA, cpu_with_simulated_drive(transfers), homes, nvme, plain)
+
+
+def test_a_slot_is_not_used_again_before_what_it_lent_was_copied() -> None:
+    """A copy that comes as late as it may."""
+    accelerator, waits = SimulatedAccelerator(Copies.LATE), Waits(Recorder())
+    ring = StagingRing("ring", 1, NUM_BYTES, Budget("host", NUM_BYTES), accelerator)
+    block: Any = SimpleNamespace(version=lambda _: 1, layout=SimpleNamespace(file_nbytes=lambda _: NUM_BYTES))
+    slot = ring.acquire(waits, "key")
+    slot.take(NUM_BYTES).fill_(7)
+    slot.keep(block, 0)
+    ring.release(slot, keeps=True)
+    memory = accelerator.reserve(NUM_BYTES)
+    memory.fill()
+
+    def copy(record: torch.Tensor) -> Event:
+        accelerator.copy(accelerator.copy_in, memory.tensor, record)
+        return accelerator.record(accelerator.copy_in)
+
+    assert ring.lend("key", block, 0, copy)
+    ring.acquire(waits).take(NUM_BYTES).fill_(9)
+    accelerator.record(accelerator.copy_in).wait()
+    assert bool((memory.tensor == 7).all())
 
 
 def assert_equal(
