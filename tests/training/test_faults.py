@@ -96,7 +96,7 @@ def test_training_goes_on_rightly_or_not_at_all(  # noqa: PLR0917 - fixtures
     try:
         model = start(place, [Fault(at=at, operation=operation, errno=errno.ENOSPC)], update=update)
         norms = train_stubbornly(model, told)
-        # If it was not met in training, it is met here: where what the optimizer keeps could not be written, at the end.
+        # If it was not met in training, it is met here; where the optimizer's record could not be written, at the end.
         params = current_params(model)
         try:
             zo.close(model)
