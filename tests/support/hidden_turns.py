@@ -68,4 +68,4 @@ def _work_when_waited_for(patch: pytest.MonkeyPatch) -> None:
         return waited
 
     patch.setattr(UpdateQueue, "_work", work)
-    patch.setattr(UpdateQueue, "_wait_for", waiting(UpdateQueue._wait_for))
+    patch.setattr(UpdateQueue, "_wait_busy", waiting(UpdateQueue._wait_busy))
