@@ -132,10 +132,10 @@ def rank_cells(world_size: int) -> list[Cell]:
 
 
 def _is_in_turn(number: int, loop: str, place: str, stage: int) -> bool:
-    """Twelve cells in a row are in all stages and places, three in different ones; the base loop is in most."""
-    if loop == BASE_LOOP and not PLACES[place].is_simulated:
-        return True
+    """Twelve cells in a row are in all stages and places, three in different ones; the base loop is in every stage."""
     places = list(PLACES)
+    if loop == BASE_LOOP and not PLACES[place].is_simulated:
+        return (number + stage + places.index(place)) % 2 == 0
     return stage == number % len(STAGES) and (loop == BASE_LOOP or place == places[number % len(places)])
 
 
