@@ -82,6 +82,23 @@ def test_the_run_after_an_export_has_the_losses_of_one_without(
     assert resumed == whole[2:]
 
 
+def test_a_checkpoint_becomes_the_same_folder(run: Run, left: Path, recipe_file: Path, tmp_path: Path) -> None:
+    """Of a run whose steps are committed nowhere."""
+    checkpoints = tmp_path / "checkpoints"
+    settings = [f"checkpoint.directory={checkpoints}", "checkpoint.every_steps=5", "offload.compute_dtype=bf16"]
+    settings += [f"offload.{state}=host" for state in ("params", "optimizer", "gradients")]
+    given = [text for setting in settings for text in ("--set", setting)]
+    code, _, err = run("train", recipe_file, *given)
+    assert (code, err) == (0, "")
+    code, out, err = run("export", checkpoints, tmp_path / "saved", "--dtype", "fp32")
+    assert (code, err) == (0, "")
+    assert "model of step 2" in out
+    assert run("export", left, tmp_path / "committed", "--dtype", "fp32")[0] == 0
+    saved, committed = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "committed"))
+    assert saved.keys() == committed.keys()
+    assert all(torch.equal(tensor, committed[name]) for name, tensor in saved.items())
+
+
 def test_weights_are_of_the_dtype_that_is_wanted(run: Run, left: Path, tmp_path: Path) -> None:
     for options, dtype in (([], torch.bfloat16), (["--dtype", "fp16"], torch.float16)):
         assert run("export", left, tmp_path / "out", "--overwrite", *options)[0] == 0
