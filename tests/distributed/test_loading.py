@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,8 @@ def test_all_ranks_load_or_none(tmp_path: Path, *, while_reading: bool) -> None:
     (tmp_path / "nvme").mkdir()
     if not while_reading:
         (folders[1] / "model.safetensors").unlink()
-    whole, failed = run_ranks(_fail, 2, [str(folder) for folder in folders], str(tmp_path / "nvme"), while_reading)
+    fail = partial(fail_on_one, while_reading=while_reading)
+    whole, failed = run_ranks(fail, 2, [str(folder) for folder in folders], str(tmp_path / "nvme"))
     what = "cannot read tensor model.layers.1" if while_reading else "holds no safetensors weights"
     assert failed.startswith("CheckpointError")
     assert what in failed
@@ -77,10 +79,6 @@ def test_all_ranks_load_or_none(tmp_path: Path, *, while_reading: bool) -> None:
     assert "rank 1" in whole
     assert what in whole
     assert leftovers(tmp_path / "nvme") == []
-
-
-def _fail(rank: int, world_size: int, folders: list[str], nvme: str, while_reading: bool) -> str:  # noqa: FBT001
-    return fail_on_one(rank, world_size, folders, nvme, while_reading=while_reading)
 
 
 def llama(layers: int, width: int, vocab_size: int) -> nn.Module:

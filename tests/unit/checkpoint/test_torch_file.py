@@ -5,6 +5,7 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from contextlib import suppress
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -49,6 +50,30 @@ def test_what_was_saved_is_read(tmp_path: Path, offset: int) -> None:
         if isinstance(tensor, torch.Tensor):
             assert found[name].dtype is tensor.dtype
             assert torch.equal(values(found[name]), tensor)
+
+
+class Color(Enum):
+    RED = "red"
+
+
+class Attribute:
+    """Pickled as `getattr(kind, name)`."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.asked = (kind, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self.asked
+
+
+def test_members_of_enums_may_be_named_as_some_pythons_do(tmp_path: Path) -> None:
+    allowed = {(Color.__module__, "Color"): Color, ("collections", "OrderedDict"): OrderedDict}
+    assert unpickle(pickle.dumps(Attribute(Color, "RED")), allowed, tmp_path) is Color.RED
+    for kind, name in ((Color, "__class__"), (Color, "mro"), (OrderedDict, "fromkeys")):
+        with pytest.raises(CheckpointError, match="asks for an attribute"):
+            unpickle(pickle.dumps(Attribute(kind, name)), allowed, tmp_path)
+    with pytest.raises(CheckpointError, match="asks for"):
+        unpickle(pickle.dumps(Attribute(Color, "RED")), {}, tmp_path)
 
 
 def test_a_slice_is_read_alone(tmp_path: Path) -> None:
