@@ -102,7 +102,7 @@ class Told:
         assert self.values.setdefault((step, what), value) == value, f"{what} of step {step}, another time"
 
     def of(self, kind: str) -> list[float]:
-        """Losses or norms, in order."""
+        """Losses, norms or what `between` returned, in order."""
         return [value for (_, what), value in sorted(self.values.items()) if what.startswith(kind)]
 
 
@@ -157,7 +157,7 @@ def _one_step(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer
 
 def _after_step(recipe: Recipe, model: nn.Module, step: int, told: Told) -> None:
     for number, value in enumerate(recipe.between(model, step)):
-        told.tell(step, f"loss, between {number:02}", value)
+        told.tell(step, f"found {number:02}", value)
     told.is_between = False
 
 
@@ -190,7 +190,8 @@ class FaultedTraining:
                 self._whole,
                 lambda step: numbers.update({step: dict(engine.num_operations)}),
             )
-        outcome = Outcome(losses=self._whole.of("loss"), norms=self._whole.of("norm"), params=params)
+        told = self._whole
+        outcome = Outcome(losses=told.of("loss"), found=told.of("found"), norms=told.of("norm"), params=params)
         assert differences(outcome, replace(plain, buffers={})) == []
         self._params = params
         first, last = numbers[scenario.step], numbers[scenario.step + 1]
