@@ -121,9 +121,11 @@ def hidden(scenario: Scenario, update: str) -> Scenario:
 
 UPDATES = ("under_next_forward", "during_backward")
 CASES = [
-    (kind, UPDATES[number]) for place, kind in enumerate(SHORT) for number in range(2)[place % one_in(2) :: one_in(2)]
+    (kind, UPDATES[number])
+    for place, kind in enumerate(list(SHORT)[:: one_in(2)])
+    for number in range(2)[place % one_in(2) :: one_in(2)]
 ]
-"""With ZEROOFFLOAD_TEST_EXHAUSTIVE=1 both ways of hiding for each kind."""
+"""With ZEROOFFLOAD_TEST_EXHAUSTIVE=1 both ways of hiding for each kind, else one for every second."""
 
 
 @pytest.mark.parametrize(("kind", "update"), CASES)
