@@ -5,9 +5,7 @@ https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path, PosixPath
@@ -16,7 +14,7 @@ from typing import Any, Self
 import torch
 
 from zerooffload.checkpoint.boxes import Box
-from zerooffload.checkpoint.torch_file import Global, StoredTensor, read_torch_file, unpickle
+from zerooffload.checkpoint.torch_file import Global, OpenFiles, PickledTensor, read_torch_file, unpickle
 from zerooffload.errors import CheckpointError
 from zerooffload.formats import format_bytes
 
@@ -73,9 +71,8 @@ class DcpReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._open = ExitStack()
-        self._fds: dict[Path, int] = {}
-        self._stored: dict[_Item, StoredTensor] = {}
+        self._files = OpenFiles()
+        self._stored: dict[_Item, PickledTensor] = {}
         metadata = _read_metadata(path / METADATA_FILE)
         try:
             places = {(index.fqn, _numbers(index.offset or ())): info for index, info in metadata.storage_data.items()}
@@ -95,8 +92,7 @@ class DcpReader:
 
     def close(self) -> None:
         """Close the files; again is harmless."""
-        self._fds.clear()
-        self._open.close()
+        self._files.close()
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
         """The elements `[start, stop)` of a tensor, counted row by row, in host memory: 1D, of its dtype.
@@ -113,29 +109,19 @@ class DcpReader:
             for first, in_box, numel in box.runs(start, stop):
                 place = slice(first - start, first - start + numel)
                 stored = self._stored_at(item, saved, box)
-                stored.read(self._fd(item.path), in_box, target[place])
+                stored.read(self._files.fd(item.path), in_box, target[place])
                 is_there[place] = True
         if not bool(is_there.all()):
             raise CheckpointError(f"{self.path}: elements of {name[:200]} are missing (among those from {start} on)")
         return target
 
-    def _stored_at(self, item: _Item, saved: SavedTensor, box: Box) -> StoredTensor:
+    def _stored_at(self, item: _Item, saved: SavedTensor, box: Box) -> PickledTensor:
         if item not in self._stored:
             stored = read_torch_file(item.path, {}, offset=item.offset, nbytes=item.nbytes)
-            if not isinstance(stored, StoredTensor) or (stored.dtype, stored.shape) != (saved.dtype, box.sizes):
+            if not isinstance(stored, PickledTensor) or (stored.dtype, stored.shape) != (saved.dtype, box.sizes):
                 raise CheckpointError(f"{item.path}: at byte {item.offset} is not what was saved of {saved.name[:200]}")
             self._stored[item] = stored
         return self._stored[item]
-
-    def _fd(self, path: Path) -> int:
-        if path not in self._fds:
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except OSError as error:
-                raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
-            self._open.callback(os.close, fd)
-            self._fds[path] = fd
-        return self._fds[path]
 
 
 def prefix_of(saved: Iterable[str], wanted: Iterable[str], where: Path, *, of_states: bool = False) -> str | None:

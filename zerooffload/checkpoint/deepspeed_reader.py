@@ -10,11 +10,9 @@ one. Moments lie as the fp32 values do. https://deepspeed.readthedocs.io/en/late
 from __future__ import annotations
 
 import math
-import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from zerooffload.checkpoint.torch_file import Inert, StoredTensor, read_torch_file
+from zerooffload.checkpoint.torch_file import Inert, OpenFiles, PickledTensor, read_torch_file
 from zerooffload.errors import CheckpointError
 
 VALUES = "values"
@@ -37,14 +35,14 @@ _T = TypeVar("_T")
 class _Vector:
     """Tensors, 1D, as one."""
 
-    tensors: tuple[StoredTensor, ...]
+    tensors: tuple[PickledTensor, ...]
     ends: tuple[int, ...]
 
     @staticmethod
-    def of(tensors: Sequence[StoredTensor]) -> _Vector:
+    def of(tensors: Sequence[PickledTensor]) -> _Vector:
         return _Vector(tuple(tensors), tuple(accumulate(tensor.numel for tensor in tensors)))
 
-    def pieces(self, first: int, numel: int) -> Iterator[tuple[StoredTensor, int, int]]:
+    def pieces(self, first: int, numel: int) -> Iterator[tuple[PickledTensor, int, int]]:
         """The tensors that hold elements, with the first element in each, and how many."""
         number = bisect_right(self.ends, first)
         while numel and number < len(self.tensors):
@@ -73,7 +71,7 @@ class _Found:
     places: dict[str, list[_Place]] = field(default_factory=dict)
     vectors: dict[str, dict[int, _Vector]] = field(default_factory=dict)
     steps: dict[int, list[Any]] = field(default_factory=dict)
-    frozen: dict[str, list[StoredTensor]] = field(default_factory=dict)
+    frozen: dict[str, list[PickledTensor]] = field(default_factory=dict)
 
 
 class DeepSpeedReader:
@@ -87,7 +85,7 @@ class DeepSpeedReader:
         Of parameters, trained and frozen, by name; those that share memory under each name.
     states : frozenset[str]
         `VALUES`, and what the optimizer keeps, by torch's names.
-    buffers : Mapping[str, StoredTensor]
+    buffers : Mapping[str, PickledTensor]
 
     Raises
     ------
@@ -97,8 +95,7 @@ class DeepSpeedReader:
 
     def __init__(self, directory: Path) -> None:
         self.path = _step_folder(directory)
-        self._open = ExitStack()
-        self._fds: dict[Path, int] = {}
+        self._files = OpenFiles()
         try:
             self._found, self.buffers = _find(self.path)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -116,8 +113,7 @@ class DeepSpeedReader:
 
     def close(self) -> None:
         """Close the files; again is harmless."""
-        self._fds.clear()
-        self._open.close()
+        self._files.close()
 
     def is_trained(self, name: str) -> bool:
         """Whether the optimizer had it."""
@@ -160,32 +156,22 @@ class DeepSpeedReader:
         steps = self._found.steps[place.vector]
         number = bisect_right(vector.ends, place.first) if len(steps) > 1 else 0
         count = steps[min(number, len(steps) - 1)]
-        if isinstance(count, StoredTensor):
+        if isinstance(count, PickledTensor):
             count = self._join([iter([(count, 0, count.numel)])], count.numel, name).item()
         if not isinstance(count, int | float) or count != int(count) or count < 0:
             raise CheckpointError(f"{self.path} does not tell how often {name[:200]} was updated")
         return int(count)
 
-    def _join(self, pieces: Sequence[Iterator[tuple[StoredTensor, int, int]]], numel: int, name: str) -> torch.Tensor:
+    def _join(self, pieces: Sequence[Iterator[tuple[PickledTensor, int, int]]], numel: int, name: str) -> torch.Tensor:
         parts = []
         for tensor, first, count in (piece for of_one in pieces for piece in of_one):
             part = torch.empty(count, dtype=tensor.dtype)
-            tensor.read(self._fd(tensor.path), first, part)
+            tensor.read(self._files.fd(tensor.path), first, part)
             parts.append(part)
         joined = torch.cat(parts) if parts else torch.empty(0)
         if joined.numel() != numel:
             raise CheckpointError(f"{self.path}: elements of {name[:200]} are missing")
         return joined
-
-    def _fd(self, path: Path) -> int:
-        if path not in self._fds:
-            try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except OSError as error:
-                raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
-            self._open.callback(os.close, fd)
-            self._fds[path] = fd
-        return self._fds[path]
 
 
 def _step_folder(directory: Path) -> Path:
@@ -199,7 +185,7 @@ def _step_folder(directory: Path) -> Path:
     return directory / name
 
 
-def _find(folder: Path) -> tuple[_Found, dict[str, StoredTensor]]:
+def _find(folder: Path) -> tuple[_Found, dict[str, PickledTensor]]:
     optimizers, models = _rank_files(folder)
     states = [read_torch_file(path, {}, inert=True)["optimizer_state_dict"] for path in optimizers]
     stage, count = _plain(states[0]["zero_stage"]), states[0]["partition_count"]
@@ -226,7 +212,7 @@ def _find(folder: Path) -> tuple[_Found, dict[str, StoredTensor]]:
     if stage != 3:
         # Stage 1 does not say what is frozen; the model's states hold it whole.
         for name, tensor in module.items():
-            if isinstance(tensor, StoredTensor) and name not in buffers and name not in found.shapes:
+            if isinstance(tensor, PickledTensor) and name not in buffers and name not in found.shapes:
                 found.shapes[name], found.frozen[name] = tensor.shape, [tensor]
     return found, buffers
 
@@ -301,9 +287,9 @@ def _find_frozen(found: _Found, modules: Sequence[Any], *, is_cut: bool) -> None
         found.frozen[name] = [holder["frozen_param_fragments"][name] for holder in holders]
 
 
-def _moments(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[StoredTensor]]:
+def _moments(of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, list[PickledTensor]]:
     """What is kept of each element."""
-    names = [name for name, value in of_ranks[0].items() if isinstance(value, StoredTensor) and name != "step"]
+    names = [name for name, value in of_ranks[0].items() if isinstance(value, PickledTensor) and name != "step"]
     return {name: [of_rank[name] for of_rank in of_ranks] for name in names}
 
 

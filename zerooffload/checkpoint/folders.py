@@ -95,7 +95,7 @@ class PartFolder:
             self.name = CheckpointName(max(numbers, default=0) + 1, step)
             self.path = directory / self.name.part
             self.path.mkdir(mode=0o700)
-            self._fd = _lock(self.path)
+            self._fd = lock_folder(self.path)
         except OSError as error:
             raise ConfigError(f"checkpoints cannot be saved in {directory}: {error.strerror}") from error
 
@@ -147,7 +147,7 @@ def remove_leftovers(directory: Path) -> None:
     for name in _names(directory, _PART):
         path = directory / name.part
         with suppress(OSError):
-            fd = _lock(path)
+            fd = lock_folder(path)
             try:
                 _remove(path)
             finally:
@@ -168,7 +168,7 @@ def _names(directory: Path, pattern: re.Pattern[str]) -> list[CheckpointName]:
     return sorted(names, key=lambda name: name.number)
 
 
-def _lock(folder: Path) -> int:
+def lock_folder(folder: Path) -> int:
     """Hold a folder against other processes, until the descriptor is closed; raise `OSError` if one holds it."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:

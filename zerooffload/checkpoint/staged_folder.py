@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from pathlib import Path
 
+from zerooffload.aio.durable_names import flush_directory
+from zerooffload.checkpoint.folders import lock_folder
 from zerooffload.errors import CheckpointError, ConfigError
 
 
@@ -55,13 +56,10 @@ class StagedFolder:
         """
         try:
             self.path.mkdir(exist_ok=True)
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock_folder(self.path)
         except BlockingIOError as error:
-            self._unlock()
             raise ConfigError(f"another process is writing {self._directory}: wait for it, or name another") from error
         except OSError as error:
-            self._unlock()
             raise CheckpointError(f"cannot make {self.path}: {error.strerror}") from error
         _clear(self.path)
         if self._replaced.is_dir() and not self._directory.exists():
@@ -77,12 +75,12 @@ class StagedFolder:
             If that fails; the folder is as it was then.
         """
         try:
-            _flush(self.path)
+            flush_directory(self.path)
             if self._replaces and self._directory.exists():
                 shutil.rmtree(self._replaced, ignore_errors=True)
                 self._directory.rename(self._replaced)
             self.path.rename(self._directory)
-            _flush(self._directory.parent)
+            flush_directory(self._directory.parent)
         except OSError as error:
             if not self._directory.exists() and self._replaced.exists():
                 self._replaced.rename(self._directory)
@@ -122,12 +120,3 @@ def _clear(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def _flush(folder: Path) -> None:
-    """Make names durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

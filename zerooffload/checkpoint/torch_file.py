@@ -63,7 +63,7 @@ _BROKEN = (
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class PickledTensor:
     """A tensor in a file; its elements lie one after the other, row by row, from byte `offset` on."""
 
     path: Path
@@ -87,6 +87,34 @@ class StoredTensor:
         if first < 0 or first + target.numel() > self.numel or target.dtype is not self.dtype:
             raise CheckpointError(f"{self.path}: asked for elements that a tensor of shape {list(self.shape)} lacks")
         read_exactly(fd, self.path, self.offset + first * self.dtype.itemsize, target, "a tensor")
+
+
+class OpenFiles:
+    """Files that are opened when they are first read, and stay open."""
+
+    def __init__(self) -> None:
+        self._fds: dict[Path, int] = {}
+
+    def fd(self, path: Path) -> int:
+        """Of a file, for reading.
+
+        Raises
+        ------
+        CheckpointError
+            If it cannot be opened, or is a link.
+        """
+        if path not in self._fds:
+            try:
+                self._fds[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except OSError as error:
+                raise CheckpointError(f"cannot open {path}: {error.strerror}") from error
+        return self._fds[path]
+
+    def close(self) -> None:
+        """Close all; again is harmless."""
+        while self._fds:
+            _, fd = self._fds.popitem()
+            os.close(fd)
 
 
 class Inert:
@@ -119,7 +147,7 @@ def unpickle(raw: bytes, allowed: Mapping[Global, Any], path: Path, *, inert: bo
 def read_torch_file(
     path: Path, allowed: Mapping[Global, Any], *, offset: int = 0, nbytes: int | None = None, inert: bool = False
 ) -> Any:
-    """The object in a file of `torch.save`, or in a part of a file; tensors are `StoredTensor`.
+    """The object in a file of `torch.save`, or in a part of a file; tensors are `PickledTensor`.
 
     Parameters
     ----------
@@ -278,13 +306,13 @@ class _Restricted(pickle.Unpickler):
             raise CheckpointError(f"{self._path} holds a storage that cannot be read")
         return _Storage(*self._storage(key), dtype)
 
-    def _tensor(self, storage: Any, first: Any, shape: Any, strides: Any, *_: Any) -> StoredTensor:
+    def _tensor(self, storage: Any, first: Any, shape: Any, strides: Any, *_: Any) -> PickledTensor:
         numbers = [first, *shape, *strides]
         if not isinstance(storage, _Storage) or any(
             type(item) is not int or not 0 <= item < 1 << 63 for item in numbers
         ):
             raise CheckpointError(f"{self._path} holds a tensor that cannot be read")
-        found = StoredTensor(self._path, storage.offset + first * storage.dtype.itemsize, storage.dtype, tuple(shape))
+        found = PickledTensor(self._path, storage.offset + first * storage.dtype.itemsize, storage.dtype, tuple(shape))
         stride = 1
         for length, given in zip(reversed(shape), reversed(strides), strict=True):
             if given != stride and length > 1 and found.numel:

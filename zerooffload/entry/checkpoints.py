@@ -127,7 +127,7 @@ def save_dcp(
         If it cannot be written; nothing of it is left then.
     """
     run = run_of_whole(model, "zo.save_dcp")
-    dcp_exchange.save_dcp(run, model, _as_list(optimizer), run.rule, Path(directory))
+    dcp_exchange.save_dcp(run, model, _as_list(optimizer), Path(directory))
 
 
 def load_dcp(
@@ -157,7 +157,7 @@ def load_dcp(
         If the model is not offloaded, in use, or cut by tensor parallelism.
     """
     run = run_of_whole(model, "zo.load_dcp")
-    dcp_exchange.load_dcp(run, model, _as_list(optimizer), run.rule, Path(directory))
+    dcp_exchange.load_dcp(run, model, _as_list(optimizer), Path(directory))
 
 
 def load_deepspeed(

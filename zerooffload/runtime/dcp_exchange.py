@@ -20,14 +20,13 @@ from zerooffload.checkpoint.dcp_reader import DcpReader, prefix_of
 from zerooffload.checkpoint.dcp_writer import DcpWriter, Key, Written, write_metadata
 from zerooffload.checkpoint.staged_folder import StagedFolder
 from zerooffload.errors import CheckpointError, ConfigError
-from zerooffload.optim.record import MASTER, REMAINDER
-from zerooffload.optim.reference import join_master, read_moment
-from zerooffload.optim.rules import Moment, Rule
+from zerooffload.optim.reference import read_moment
+from zerooffload.optim.rules import Moment
 from zerooffload.runtime.importing import import_states, persistent_buffers
 from zerooffload.runtime.loading import listed, short_pieces
-from zerooffload.runtime.logical_states import PARAM, Views, held_params, state_chunks
+from zerooffload.runtime.logical_states import EXACT_STATES, PARAM, exact_values, held_params, state_chunks
 from zerooffload.runtime.run import Run
-from zerooffload.sharding.collectives import agree
+from zerooffload.sharding.collectives import agree, writing_role
 from zerooffload.sharding.layout import ParamSpec
 from zerooffload.sharding.registry import residence_of
 
@@ -39,20 +38,17 @@ _STEP = "step"
 Optimizers = Sequence[torch.optim.Optimizer]
 
 
-def save_dcp(run: Run, model: nn.Module, optimizers: Optimizers, rule: Rule, directory: Path) -> None:
+def save_dcp(run: Run, model: nn.Module, optimizers: Optimizers, directory: Path) -> None:
     """See `zo.save_dcp`."""
     ranks = run.collectives
     if len(ranks.gather_of_parts(0)) > 1:
         raise ConfigError("zo.save_dcp cannot join the stages of a pipeline: use zo.save")
-    everyone = ranks.gather_objects((ranks.global_rank, ranks.rank))
-    is_first = ranks.global_rank == everyone[0][0]
-    # Replicas hold the same shards: the first that has one writes it.
-    writes = ranks.global_rank == next(number for number, rank in everyone if rank == ranks.rank)
+    is_first, writes = writing_role(ranks)
 
     def write() -> Written:
         with DcpWriter(folder.path, ranks.global_rank) as writer:
             if writes:
-                _write_states(run, optimizers, rule, writer)
+                _write_states(run, optimizers, writer)
             if is_first:
                 _write_whole(run, model, optimizers, writer)
             writer.finish()
@@ -73,26 +69,15 @@ def save_dcp(run: Run, model: nn.Module, optimizers: Optimizers, rule: Rule, dir
         folder.discard()
 
 
-def load_dcp(run: Run, model: nn.Module, optimizers: Optimizers, rule: Rule, directory: Path) -> None:
+def load_dcp(run: Run, model: nn.Module, optimizers: Optimizers, directory: Path) -> None:
     """See `zo.load_dcp`."""
-    opened: list[_DcpStates] = []
-
-    def states() -> _DcpStates:
-        opened.append(_DcpStates(directory, run, model, rule))
-        return opened[0]
-
-    try:
-        import_states(run, states, rule, moments=bool(optimizers), call="zo.load_dcp")
-        opened[0].fill_buffers()
-    finally:
-        for each in opened:
-            each.reader.close()
+    import_states(run, lambda: _DcpStates(directory, run, model), moments=bool(optimizers), call="zo.load_dcp")
 
 
 class _DcpStates:
     """Implements `ForeignStates`."""
 
-    def __init__(self, directory: Path, run: Run, model: nn.Module, rule: Rule) -> None:
+    def __init__(self, directory: Path, run: Run, model: nn.Module) -> None:
         self.reader = DcpReader(directory)
         tensors, held = self.reader.tensors, held_params(run.units)
         self._buffers = dict(persistent_buffers(model))
@@ -101,7 +86,7 @@ class _DcpStates:
         if prefix is None:
             raise CheckpointError(f"{directory} holds no parameter of this model")
         self._prefix = {PARAM: prefix}
-        for state in (*(moment.name for moment in rule.moments), _STEP):
+        for state in (*(moment.name for moment in run.rule.moments), _STEP):
             wanted = (f"{name}.{state}" for name in names)
             self._prefix[state] = prefix_of(tensors, wanted, directory, of_states=True) or ""
         known = {prefix + name for name in names | self._buffers.keys()}
@@ -135,8 +120,12 @@ class _DcpStates:
             raise CheckpointError(f"{self.reader.path}: {param.name} was updated {steps} times")
         return int(steps)
 
+    def close(self) -> None:
+        """See `ForeignStates`."""
+        self.reader.close()
+
     def fill_buffers(self) -> None:
-        """Copy those of the model."""
+        """See `ForeignStates`."""
         with torch.no_grad():
             for name, buffer in self._buffers.items():
                 saved = self.reader.tensors[self._prefix[PARAM] + name]
@@ -152,25 +141,19 @@ class _DcpStates:
         return next((name for name in names if name in self.reader.tensors), None)
 
 
-def _write_states(run: Run, optimizers: Optimizers, rule: Rule, writer: DcpWriter) -> None:
+def _write_states(run: Run, optimizers: Optimizers, writer: DcpWriter) -> None:
     """What this rank stands for: see [Note: what a rank holds of a logical tensor]."""
     optimized = {param.name for param in _params_of(optimizers)}
     chunks = state_chunks(run.units)
-    states = None if optimizers else {PARAM, REMAINDER.name, MASTER.name}
+    states = None if optimizers else EXACT_STATES
     with torch.no_grad(), run.logical_states(chunks, states, alone=True) as homes:
         for chunk, views in homes.read(chunks):
             for piece in short_pieces(chunk, _BOX_NUMEL):
                 param, items = piece.param, chunk.cut(views, piece)
-                writer.write((_MODEL, param.name), param.shape, piece.start, _values(items))
-                for moment in rule.moments if param.name in optimized and chunk.part.training is not None else ():
+                writer.write((_MODEL, param.name), param.shape, piece.start, exact_values(items))
+                for moment in run.rule.moments if param.name in optimized and chunk.part.training is not None else ():
                     key = _state_key(param, moment)
                     writer.write(key, param.shape, piece.start, read_moment(items, moment).contiguous())
-
-
-def _values(items: Views) -> torch.Tensor:
-    if REMAINDER.name in items:
-        return join_master(items[PARAM], items[REMAINDER.name])
-    return items.get(MASTER.name, items[PARAM])
 
 
 def _write_whole(run: Run, model: nn.Module, optimizers: Optimizers, writer: DcpWriter) -> None:

@@ -18,18 +18,7 @@ from zerooffload.sharding.layout import ParamSpec
 
 def load_deepspeed(run: Run, model: nn.Module, directory: Path, *, moments: bool) -> None:
     """See `zo.load_deepspeed`."""
-    opened: list[_DeepSpeedStates] = []
-
-    def states() -> _DeepSpeedStates:
-        opened.append(_DeepSpeedStates(directory, run, model))
-        return opened[0]
-
-    try:
-        import_states(run, states, run.rule, moments=moments, call="zo.load_deepspeed")
-        opened[0].fill_buffers()
-    finally:
-        for each in opened:
-            each.reader.close()
+    import_states(run, lambda: _DeepSpeedStates(directory, run, model), moments=moments, call="zo.load_deepspeed")
 
 
 class _DeepSpeedStates:
@@ -67,8 +56,12 @@ class _DeepSpeedStates:
         """See `ForeignStates`."""
         return self.reader.num_steps(self._name(param) or param.name)
 
+    def close(self) -> None:
+        """See `ForeignStates`."""
+        self.reader.close()
+
     def fill_buffers(self) -> None:
-        """Copy those of the model."""
+        """See `ForeignStates`."""
         with torch.no_grad():
             for name, buffer in self._buffers.items():
                 buffer.copy_(self.reader.read_buffer(name))

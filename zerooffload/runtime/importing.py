@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -11,7 +12,6 @@ from torch import nn
 from zerooffload.errors import CheckpointError
 from zerooffload.optim.low_bits import NEAREST
 from zerooffload.optim.reference import write_moment
-from zerooffload.optim.rules import Rule
 from zerooffload.runtime.loading import Views, listed, pieces_to_fill, set_steps, set_values, write_all
 from zerooffload.runtime.logical_states import PARAM, StateChunk, held_params, owned_chunks
 from zerooffload.runtime.run import Run
@@ -37,14 +37,20 @@ class ForeignStates(Protocol):
     def num_steps(self, param: ParamSpec) -> int:
         """How often it was updated."""
 
+    def fill_buffers(self) -> None:
+        """Copy the saved buffers into the model's."""
 
-def import_states(run: Run, states: Callable[[], ForeignStates], rule: Rule, *, moments: bool, call: str) -> None:
-    """Replace what the run's homes hold. Collective.
+    def close(self) -> None:
+        """Close the files."""
+
+
+def import_states(run: Run, open_states: Callable[[], ForeignStates], *, moments: bool, call: str) -> None:
+    """Replace what the run's homes and the model's buffers hold. Collective.
 
     Parameters
     ----------
-    states : callable
-        Opens the checkpoint.
+    open_states : callable
+        Opens the checkpoint, which is closed in the end.
     moments : bool
         Take over what the optimizer keeps, too; else it begins afresh.
     call : str
@@ -58,7 +64,20 @@ def import_states(run: Run, states: Callable[[], ForeignStates], rule: Rule, *, 
         If the model is in use.
     """
     run.empty_for(call)
-    source = agree(run.collectives, states, "opening a checkpoint")
+    with ExitStack() as stack:
+
+        def opened() -> ForeignStates:
+            states = open_states()
+            stack.callback(states.close)
+            return states
+
+        source = agree(run.collectives, opened, "opening a checkpoint")
+        _refill(run, source, moments=moments)
+        source.fill_buffers()
+
+
+def _refill(run: Run, source: ForeignStates, *, moments: bool) -> None:
+    rule = run.rule
     names = [moment.name for moment in rule.moments] if moments else []
     params = [held.param for held in held_params(run.units)]
     trained = [held.param for held in held_params(run.units) if held.trainable]

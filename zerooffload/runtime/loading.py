@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -20,15 +20,17 @@ from zerooffload.config import TierName
 from zerooffload.errors import CheckpointError, ConfigError
 from zerooffload.optim.low_bits import NEAREST
 from zerooffload.optim.record import MASTER, REMAINDER, OptimizerStates, exponents_name
-from zerooffload.optim.reference import join_master, read_moment, split_master, write_moment
+from zerooffload.optim.reference import read_moment, split_master, write_moment
 from zerooffload.optim.rules import RULES, Moment
 from zerooffload.runtime.logical_states import (
+    EXACT_STATES,
     HOLDER,
     PARAM,
     HeldParam,
     LogicalStates,
     Piece,
     StateChunk,
+    exact_values,
     held_params,
     owned_chunks,
 )
@@ -153,15 +155,12 @@ class Loading:
 
     def _fill_values(self, saved: SavedParam, piece: Piece, target: Views) -> None:
         """The parameter, and what its master has beyond it."""
-        source = self._read(saved, (PARAM, REMAINDER.name, MASTER.name), piece.start, piece.stop)
+        source = self._read(saved, EXACT_STATES, piece.start, piece.stop)
         if source[PARAM].dtype is target[PARAM].dtype:
             for name, items in source.items():
                 target[name].copy_(items)
             return
-        master = source.get(MASTER.name, source[PARAM])
-        if REMAINDER.name in source:
-            master = join_master(source[PARAM], source[REMAINDER.name])
-        set_values(target, master)
+        set_values(target, exact_values(source))
 
     def _fill_moment(self, saved: SavedParam, piece: Piece, target: Views, moment: Moment) -> None:
         names = (moment.name, exponents_name(moment.name))
@@ -176,7 +175,7 @@ class Loading:
         value = read_moment(self._read(saved, names, start, piece.stop), moment)
         write_moment(target, moment, value[piece.start - start :], NEAREST)
 
-    def _read(self, saved: SavedParam, names: Sequence[str], start: int, stop: int) -> dict[str, torch.Tensor]:
+    def _read(self, saved: SavedParam, names: Collection[str], start: int, stop: int) -> dict[str, torch.Tensor]:
         """Those of the states that the parameter has."""
         states = [state for state in saved.group.states if state.name in names]
         return {state.name: self._reader.read(saved, state, start, stop) for state in states}

@@ -18,6 +18,8 @@ from typing import Self
 import torch
 
 from zerooffload.memory import Budget
+from zerooffload.optim.record import MASTER, REMAINDER
+from zerooffload.optim.reference import join_master
 from zerooffload.runtime.resources import Parts
 from zerooffload.sharding.layout import ParamSpec
 from zerooffload.sharding.unit import Unit, UnitFlat
@@ -32,6 +34,10 @@ HOLDER = "staging of checkpoints"
 """Who leases the ring."""
 NUM_SLOTS = 2
 """Chunks that are under way at once: one is used, the other is read or written."""
+
+
+EXACT_STATES = frozenset({PARAM, REMAINDER.name, MASTER.name})
+"""What `exact_values` takes, of those that a parameter has."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +146,13 @@ def state_chunks(units: Iterable[Unit]) -> list[StateChunk]:
 def owned_chunks(units: Iterable[Unit]) -> list[StateChunk]:
     """All that no other rank brings to this one, in the order of the homes: also what each rank holds whole."""
     return [StateChunk(part, number) for part in _parts(units) for number in part.own_chunks]
+
+
+def exact_values(items: Views) -> torch.Tensor:
+    """A parameter's elements as exactly as it has them: those of its fp32 master, if there is one."""
+    if REMAINDER.name in items:
+        return join_master(items[PARAM], items[REMAINDER.name])
+    return items.get(MASTER.name, items[PARAM])
 
 
 class LogicalStates:

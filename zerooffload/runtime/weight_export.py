@@ -10,9 +10,7 @@ import torch
 
 from zerooffload.checkpoint.weights_writer import WeightsWriter
 from zerooffload.errors import ConfigError, InternalError
-from zerooffload.optim.record import MASTER, REMAINDER
-from zerooffload.optim.reference import join_master
-from zerooffload.runtime.logical_states import PARAM, Piece, Views, state_chunks
+from zerooffload.runtime.logical_states import EXACT_STATES, PARAM, Piece, Views, exact_values, state_chunks
 from zerooffload.runtime.run import Run
 from zerooffload.sharding.unit import Unit
 
@@ -71,7 +69,7 @@ def write_parameters(run: Run, units: Sequence[Unit], tensors: Iterable[FileTens
         for slot, param in zip(part.flat.layout.slots, part.flat.params, strict=True)
     }
     needs_master = any(tensor.dtype != tensor.source.dtype for of_one in wanted.values() for tensor in of_one)
-    states = {PARAM, REMAINDER.name, MASTER.name} if needs_master else {PARAM}
+    states = EXACT_STATES if needs_master else {PARAM}
 
     def made_of(piece: Piece) -> Sequence[FileTensor]:
         return wanted.get(id(params[piece.param.name]), ())
@@ -101,12 +99,10 @@ def write_buffers(tensors: Iterable[FileTensor], writer: WeightsWriter) -> None:
 
 
 def _values(views: Views, place: slice, tensor: FileTensor) -> torch.Tensor:
-    param = views[PARAM][place]
-    if tensor.dtype == param.dtype:
-        return param
-    if REMAINDER.name in views:
-        return _rounded(join_master(param, views[REMAINDER.name][place]), tensor)
-    return _rounded(views[MASTER.name][place] if MASTER.name in views else param, tensor)
+    items = {name: views[name][place] for name in EXACT_STATES & views.keys()}
+    if tensor.dtype == items[PARAM].dtype:
+        return items[PARAM]
+    return _rounded(exact_values(items), tensor)
 
 
 def _rounded(values: torch.Tensor, tensor: FileTensor) -> torch.Tensor:

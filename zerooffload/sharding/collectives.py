@@ -400,6 +400,16 @@ def gather_from_all(collectives: Collectives, value: T) -> list[T]:
     return [item for of_part in collectives.gather_of_parts(collectives.gather_objects(value)) for item in of_part]
 
 
+def writing_role(collectives: Collectives) -> tuple[bool, bool]:
+    """Whether this rank is the first that trains the model, and whether no earlier one has the same shard. Collective.
+
+    Replicas hold the same shards: the first that has one writes it.
+    """
+    everyone = collectives.gather_objects((collectives.global_rank, collectives.rank))
+    first_of_shard = next(number for number, rank in everyone if rank == collectives.rank)
+    return collectives.global_rank == everyone[0][0], collectives.global_rank == first_of_shard
+
+
 def agree(collectives: Collectives, work: Callable[[], T], what: str) -> T:
     """Do `work` on every rank, or fail on every rank: one that failed alone would leave the others waiting.
 

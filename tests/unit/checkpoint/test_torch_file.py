@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zerooffload import CheckpointError
-from zerooffload.checkpoint.torch_file import Inert, StoredTensor, read_torch_file, unpickle
+from zerooffload.checkpoint.torch_file import Inert, PickledTensor, read_torch_file, unpickle
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ CONTENT: dict[str, Any] = {
 }
 
 
-def values(stored: StoredTensor) -> torch.Tensor:
+def values(stored: PickledTensor) -> torch.Tensor:
     target = torch.empty(stored.numel, dtype=stored.dtype)
     fd = os.open(stored.path, os.O_RDONLY)
     stored.read(fd, 0, target)

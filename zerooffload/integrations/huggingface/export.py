@@ -42,7 +42,7 @@ from zerooffload.integrations.huggingface.models import transformers_errors
 from zerooffload.runtime.param_access import units_of
 from zerooffload.runtime.run import Run
 from zerooffload.runtime.weight_export import FileTensor, write_buffers, write_parameters
-from zerooffload.sharding.collectives import agree
+from zerooffload.sharding.collectives import agree, writing_role
 from zerooffload.sharding.registry import residence_of
 from zerooffload.sharding.unit import Unit
 
@@ -97,10 +97,7 @@ def export_safetensors(
     ranks = run.collectives
     if len(ranks.gather_of_parts(0)) > 1:
         raise ConfigError("a stage of a pipeline is no model that can be loaded: save its state_dict, stage by stage")
-    everyone = ranks.gather_objects((ranks.global_rank, ranks.rank))
-    is_first = ranks.global_rank == everyone[0][0]
-    # Replicas hold the same shards: the first that has one writes it.
-    writes = ranks.global_rank == next(number for number, rank in everyone if rank == ranks.rank)
+    is_first, writes = writing_role(ranks)
 
     def plan() -> tuple[StagedFolder, list[_Weights]]:
         weights = _weights_of(model, _checked(dtype), _most_nbytes(max_shard_size), base_model=base_model)
