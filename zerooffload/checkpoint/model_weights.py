@@ -43,7 +43,10 @@ def match(model: nn.Module, stored: Mapping[str, StoredTensor], where: str) -> M
         If one has another shape than the model's, or numbers of another kind.
     """
     params, buffers, missing = dict[str, StoredTensor](), dict[str, StoredTensor](), list[str]()
-    of_params, of_buffers = _by_identity(model.named_parameters(remove_duplicate=False)), _by_identity(_buffers(model))
+    of_params, of_buffers = (
+        _by_identity(model.named_parameters(remove_duplicate=False)),
+        _by_identity(persistent_buffers(model, remove_duplicate=False)),
+    )
     for found, tensors in ((params, of_params), (buffers, of_buffers)):
         for names, tensor in tensors:
             copies = {name: stored[name] for name in names if name in stored}
@@ -91,9 +94,9 @@ def _by_identity(named: Iterator[tuple[str, torch.Tensor]]) -> list[tuple[list[s
     return list(found.values())
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that a state dict holds."""
-    for path, module in model.named_modules(remove_duplicate=False):
+def persistent_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that a state dict holds, by name; without `remove_duplicate` those of shared modules under each name."""
+    for path, module in model.named_modules(remove_duplicate=remove_duplicate):
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield f"{path}.{key}" if path else key, buffer

@@ -18,11 +18,12 @@ from torch import nn
 
 from zerooffload.checkpoint.dcp_reader import DcpReader, prefix_of
 from zerooffload.checkpoint.dcp_writer import DcpWriter, Key, Written, write_metadata
+from zerooffload.checkpoint.model_weights import persistent_buffers
 from zerooffload.checkpoint.staged_folder import StagedFolder
 from zerooffload.errors import CheckpointError, ConfigError
 from zerooffload.optim.reference import read_moment
 from zerooffload.optim.rules import Moment
-from zerooffload.runtime.importing import import_states, persistent_buffers
+from zerooffload.runtime.importing import import_states
 from zerooffload.runtime.loading import listed, short_pieces
 from zerooffload.runtime.logical_states import EXACT_STATES, PARAM, exact_values, held_params, state_chunks
 from zerooffload.runtime.run import Run

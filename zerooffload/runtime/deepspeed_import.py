@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from zerooffload.checkpoint.deepspeed_reader import VALUES, DeepSpeedReader
+from zerooffload.checkpoint.model_weights import persistent_buffers
 from zerooffload.errors import CheckpointError
-from zerooffload.runtime.importing import import_states, persistent_buffers
+from zerooffload.runtime.importing import import_states
 from zerooffload.runtime.loading import listed
 from zerooffload.runtime.logical_states import PARAM, held_params
 from zerooffload.runtime.run import Run

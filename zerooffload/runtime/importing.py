@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from zerooffload.errors import CheckpointError
 from zerooffload.optim.low_bits import NEAREST
@@ -100,14 +99,6 @@ def _refill(run: Run, source: ForeignStates, *, moments: bool) -> None:
             set_steps(run.units, lambda param: num_steps.get(param.name, 0))
 
         run.refill(fill, max(num_steps.values(), default=0))
-
-
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those that belong to `state_dict`, by name."""
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, buffer
 
 
 def _check(
