@@ -1,0 +1,23 @@
+"""What a plan is made from: how fast a machine is, and what a model asks of it."""
+
+from zerooffload.planner.profiles.machine import (
+    DeviceSpeeds,
+    Drive,
+    HostSpeeds,
+    MachineProfile,
+    MixedRate,
+    read_machine,
+)
+from zerooffload.planner.profiles.model import ModelProfile, PassWork, UnitWork
+
+__all__ = [
+    "DeviceSpeeds",
+    "Drive",
+    "HostSpeeds",
+    "MachineProfile",
+    "MixedRate",
+    "ModelProfile",
+    "PassWork",
+    "UnitWork",
+    "read_machine",
+]
