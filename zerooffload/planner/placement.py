@@ -275,12 +275,19 @@ def mirror_holder(holder: str) -> str:
 
 
 @dataclass(frozen=True)
-class TierChoices:
-    """The user's home tiers of the three states."""
+class UnitHomes:
+    """A home for each unit, by its name."""
 
-    params: TierChoice
-    optimizer: TierChoice
-    gradients: TierChoice
+    tiers: Mapping[str, TierName]
+
+
+@dataclass(frozen=True)
+class TierChoices:
+    """Home tiers of the three states: as the user names them, or as a plan found them."""
+
+    params: TierChoice | UnitHomes
+    optimizer: TierChoice | UnitHomes
+    gradients: TierChoice | UnitHomes
 
 
 @dataclass(frozen=True)
@@ -398,8 +405,10 @@ def _is_all_on_nvme(units: Sequence[UnitLayout], choices: TierChoices) -> bool:
     return homes == {TierName.NVME}
 
 
-def home_tier(choice: TierChoice, unit_name: str) -> TierName:
+def home_tier(choice: TierChoice | UnitHomes, unit_name: str) -> TierName:
     """The home that `choice` gives to a unit; "auto", and a mapping without a matching pattern, mean host."""
+    if isinstance(choice, UnitHomes):
+        return choice.tiers[unit_name]
     tier: HomeTier
     if isinstance(choice, dict):
         tier = next((home for pattern, home in choice.items() if fnmatchcase(unit_name, pattern)), "auto")
@@ -431,7 +440,7 @@ def _place_flat(
     own = sharding.held(num_shards, is_sharded=sharding.optimizer if layout.trainable else sharding.params)
 
     def state(
-        holder: str, choice: TierChoice, parts: tuple[Part, ...], *, is_sharded: bool, num_slots: int = 0
+        holder: str, choice: TierChoice | UnitHomes, parts: tuple[Part, ...], *, is_sharded: bool, num_slots: int = 0
     ) -> StatePlacement:
         shards = sharding.held(num_shards, is_sharded=is_sharded)
         records = RecordLayout(parts, layout.shard_numel, chunk_numel, shards)

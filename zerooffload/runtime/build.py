@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from zerooffload import native
 from zerooffload.accelerator import Accelerator, SharedPages
@@ -20,24 +19,17 @@ from zerooffload.checkpoint.stored_tensor import StoredTensor, read_whole
 from zerooffload.config import OffloadConfig, TierName
 from zerooffload.errors import ConfigError
 from zerooffload.optim.kernels import Kernels, TorchKernels, host_kernels
-from zerooffload.optim.record import OptimizerStates
-from zerooffload.planner.admission import AnnouncedPlan, announce, fit
-from zerooffload.planner.block_inputs import place_block_inputs
+from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.planner.placement import (
-    BlockInputs,
-    Durability,
     FlatPlacement,
-    Placement,
     Reach,
     StatePlacement,
-    TierChoices,
-    UnitLayout,
     UnitPlacement,
     mirror_holder,
-    place,
-    with_second_places,
 )
+from zerooffload.planner.problem import PlacementProblem, block_inputs_of, choices_of
 from zerooffload.planner.stages import Sharding, sharding_of
+from zerooffload.planner.units import lay_out_units, optimizer_states
 from zerooffload.runtime.backwards import BackwardCount
 from zerooffload.runtime.checkpoint_room import checkpoint_nbytes
 from zerooffload.runtime.hook_points import HookPoint
@@ -53,13 +45,8 @@ from zerooffload.runtime.updating import UpdatePolicy
 from zerooffload.sharding.collectives import Collectives, SingleRank, agree
 from zerooffload.sharding.flat import Flat
 from zerooffload.sharding.grouping import UnitModules, find_units
-from zerooffload.sharding.layout import ParamSpec, lay_out
 from zerooffload.sharding.local_tensors import (
-    check_convertible,
-    is_distributed,
-    is_replicated,
     local_tensor,
-    tensor_parallel_mesh,
 )
 from zerooffload.sharding.registry import register, residence_of
 from zerooffload.sharding.stored import is_opaque, stored_tensors
@@ -157,7 +144,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment, weights
         units=units,
         points=_hook_points(found, units),
         plan=plan,
-        states=_optimizer_states(config),
+        states=optimizer_states(config),
         resources=resources,
         parts=parts,
         kernels=(env.kernels, TorchKernels()),
@@ -206,12 +193,20 @@ def _cut_and_plan(
     """The units, and what they take."""
     _check_model(model)
     found = find_units(model, config.units)
-    params_of = dict(stored_tensors(model))
-    mesh = tensor_parallel_mesh(model)
-    layouts = [_unit_layout(unit, params_of, config, env, mesh) for unit in found]
+    device = env.accelerator.device
+    layouts = lay_out_units(model, found, config, world_size=env.collectives.world_size, device=device)
     reach = Reach(env.accelerator.shares_host_memory, env.accelerator.range_nbytes)
-    inputs = _block_inputs(found, layouts, config, reach)
-    return found, _announce(layouts, inputs, config, env.accelerator, reach, sharding=sharding)
+    inputs = block_inputs_of(found, layouts, config, reach)
+    check_blocks(found, config, inputs)
+    problem = PlacementProblem(
+        layouts=layouts,
+        config=config,
+        reach=reach,
+        sharding=sharding,
+        block_inputs=inputs,
+        checkpoint_nbytes=checkpoint_nbytes,
+    )
+    return found, problem.announced(choices_of(config), limits_of(config, env.accelerator))
 
 
 def _same_windows(plan: AnnouncedPlan, collectives: Collectives) -> AnnouncedPlan:
@@ -260,104 +255,10 @@ def _check_model(model: nn.Module) -> None:
             raise ConfigError(f"parameter {name} has a gradient: call model.zero_grad() before zo.offload")
 
 
-def _unit_layout(
-    unit: UnitModules,
-    params_of: dict[str, torch.Tensor],
-    config: OffloadConfig,
-    env: Environment,
-    mesh: DeviceMesh | None,
-) -> UnitLayout:
-    """Group a unit's parameters into flats of one dtype, one `requires_grad`, and one kind under tensor parallelism."""
-    groups: dict[tuple[torch.dtype, bool, bool], list[ParamSpec]] = {}
-    for names in unit.param_names:
-        param = params_of[names[0]]
-        spec = ParamSpec(names[0], tuple(local_tensor(param).shape), names[1:])
-        key = (
-            _flat_dtype(spec.name, param, config, env),
-            param.requires_grad,
-            mesh is not None and is_replicated(param),
-        )
-        groups.setdefault(key, []).append(spec)
-    flats = [
-        lay_out(
-            f"{unit.name}/{dtype}{'' if trainable else '/frozen'}{'/replicated' if replicated else ''}".replace(
-                "torch.", ""
-            ),
-            specs,
-            dtype=dtype,
-            trainable=trainable,
-            world_size=env.collectives.world_size,
-            block_numel=_optimizer_states(config).block_numel if trainable else 1,
-            counts=mesh is None or not replicated or mesh.get_local_rank() == 0,
-        )
-        for (dtype, trainable, replicated), specs in groups.items()
-    ]
-    return UnitLayout(unit.name, tuple(flats), unit.needs)
-
-
-def _flat_dtype(name: str, param: torch.Tensor, config: OffloadConfig, env: Environment) -> torch.dtype:
-    """In which a parameter computes."""
-    convertible = param.is_floating_point() and not is_opaque(param)
-    dtype = (config.torch_compute_dtype if convertible else None) or param.dtype
-    if is_distributed(param) and param.device.type != env.accelerator.device.type:
-        raise ConfigError(
-            f"parameter {name} is a DTensor on {param.device.type}, and the device is {env.accelerator.device.type}:"
-            " cut the model over a mesh of that kind"
-        )
-    if is_distributed(param) and dtype is not param.dtype:
-        check_convertible(param, name, dtype)
-    return dtype
-
-
-def _block_inputs(
-    found: Sequence[UnitModules], layouts: Sequence[UnitLayout], config: OffloadConfig, reach: Reach
-) -> BlockInputs:
-    inputs = place_block_inputs(
-        layouts,
-        [unit.name for unit in found if unit.is_block],
-        config.activations,
-        {TierName(tier): nbytes for tier, nbytes in config.activation_memory.items()},
-        reach,
-        in_slices=[unit.name for unit in found if unit.is_block or unit.is_head] if config.micro_batch_size else [],
-    )
-    check_blocks(found, config, inputs)
-    return inputs
-
-
-def _announce(
-    layouts: list[UnitLayout],
-    inputs: BlockInputs,
-    config: OffloadConfig,
-    accelerator: Accelerator,
-    reach: Reach,
-    *,
-    sharding: Sharding,
-) -> AnnouncedPlan:
-    choices = TierChoices(config.params, config.optimizer, config.gradients)
-    states = _optimizer_states(config)
-    durability = Durability(config.atomic_steps, config.durable)
-
-    def placed(homes: TierChoices) -> Placement:
-        placement = place(layouts, homes, reach, states, durability, accumulates=config.accumulates, sharding=sharding)
-        return replace(placement, block_inputs=inputs)
-
-    placement = placed(choices)
-    limits = replace(limits_of(config, accelerator), spare_host_bytes=checkpoint_nbytes(placement))
-    if config.atomic_steps and config.update in ("auto", "during_backward"):
-        plan = fit(with_second_places(placement), limits)
-        if plan is not None:
-            return plan
-    return announce(placement, limits, choices, placed)
-
-
 def _update_policy(config: OffloadConfig, plan: AnnouncedPlan) -> UpdatePolicy:
     wanted: UpdateMode | Literal["auto"] = "auto" if config.update == "auto" else UpdateMode(config.update)
     mode = ModeChooser(wanted, plan.placement.update_uses_other_resources)
     return UpdatePolicy(mode, BackwardCount(config.accumulation_steps))
-
-
-def _optimizer_states(config: OffloadConfig) -> OptimizerStates:
-    return OptimizerStates(config.algorithm, config.moments)
 
 
 def _make_unit(unit: UnitPlacement, params_of: dict[str, torch.Tensor], resources: Resources, env: Environment) -> Unit:

@@ -1,0 +1,114 @@
+"""What a run wants to place: all that is fixed before home tiers are chosen. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from zerooffload.config import OffloadConfig, TierName
+from zerooffload.planner.admission import AnnouncedPlan, Limits, announce, fit
+from zerooffload.planner.block_inputs import place_block_inputs
+from zerooffload.planner.placement import (
+    BlockInputs,
+    Durability,
+    Placement,
+    Reach,
+    TierChoices,
+    UnitLayout,
+    place,
+    with_second_places,
+)
+from zerooffload.planner.stages import Sharding
+from zerooffload.planner.units import optimizer_states
+from zerooffload.sharding.grouping import UnitModules
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementProblem:
+    """Layouts and settings for which homes are wanted.
+
+    Attributes
+    ----------
+    layouts : Sequence[UnitLayout]
+    config : OffloadConfig
+    reach : Reach
+    sharding : Sharding
+    block_inputs : BlockInputs
+    checkpoint_nbytes : callable
+        What a checkpoint of such a run takes of the host's budget, if there is room.
+    """
+
+    layouts: Sequence[UnitLayout]
+    config: OffloadConfig
+    reach: Reach
+    sharding: Sharding
+    block_inputs: BlockInputs
+    checkpoint_nbytes: Callable[[Placement], int]
+
+    def placed(self, choices: TierChoices) -> Placement:
+        """Every state of every unit in the home that these choices give it.
+
+        Raises
+        ------
+        ConfigError
+            If parameters cannot be trained, or a pattern of unit names matches none.
+        """
+        config = self.config
+        placement = place(
+            self.layouts,
+            choices,
+            self.reach,
+            optimizer_states(config),
+            Durability(config.atomic_steps, config.durable),
+            accumulates=config.accumulates,
+            sharding=self.sharding,
+        )
+        return replace(placement, block_inputs=self.block_inputs)
+
+    def announced(self, choices: TierChoices, limits: Limits) -> AnnouncedPlan:
+        """What the run will lease, with second places where they fit.
+
+        Raises
+        ------
+        BudgetError
+            If the least that the run needs does not fit, with the holders and the smallest changes that help.
+        """
+        placement = self.placed(choices)
+        limits = replace(limits, spare_host_bytes=self.checkpoint_nbytes(placement))
+        return self._fitted(placement, limits) or announce(placement, limits, choices, self.placed)
+
+    def fitted(self, choices: TierChoices, limits: Limits) -> AnnouncedPlan | None:
+        """As `announced`; None if it does not fit."""
+        placement = self.placed(choices)
+        limits = replace(limits, spare_host_bytes=self.checkpoint_nbytes(placement))
+        return self._fitted(placement, limits) or fit(placement, limits)
+
+    def _fitted(self, placement: Placement, limits: Limits) -> AnnouncedPlan | None:
+        if self.config.atomic_steps and self.config.update in ("auto", "during_backward"):
+            return fit(with_second_places(placement), limits)
+        return None
+
+
+def block_inputs_of(
+    found: Sequence[UnitModules], layouts: Sequence[UnitLayout], config: OffloadConfig, reach: Reach
+) -> BlockInputs:
+    """What becomes of the inputs of the blocks among the units that were found.
+
+    Raises
+    ------
+    ConfigError
+        If a pattern of unit names matches no block.
+    """
+    return place_block_inputs(
+        layouts,
+        [unit.name for unit in found if unit.is_block],
+        config.activations,
+        {TierName(tier): nbytes for tier, nbytes in config.activation_memory.items()},
+        reach,
+        in_slices=[unit.name for unit in found if unit.is_block or unit.is_head] if config.micro_batch_size else [],
+    )
+
+
+def choices_of(config: OffloadConfig) -> TierChoices:
+    """The home tiers that the settings name."""
+    return TierChoices(config.params, config.optimizer, config.gradients)
