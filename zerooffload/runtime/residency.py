@@ -8,41 +8,12 @@ from collections.abc import Iterable, Sequence
 from zerooffload.accelerator import Accelerator
 from zerooffload.errors import BudgetError, ConfigError, InternalError
 from zerooffload.formats import format_bytes
+from zerooffload.planner.cost.window import choose_victims
 from zerooffload.runtime.fetch import Fetch, Fetcher
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.collectives import Collectives
 from zerooffload.sharding.state import ShardState
 from zerooffload.sharding.unit import Unit, UnitFlat
-
-
-def choose_victims(
-    candidates: Sequence[Unit], upcoming: Sequence[Unit], need_nbytes: int, *, sooner_than: int | None = None
-) -> list[Unit]:
-    """Units to evict so that `need_nbytes` become free, farthest next use first (Belady 1966). Pure.
-
-    Parameters
-    ----------
-    candidates : Sequence[Unit]
-        Full units that nobody uses now.
-    sooner_than : int, optional
-        Position in `upcoming` of what the room is for: a unit that is needed before it is not given up.
-
-    Returns
-    -------
-    list[Unit]
-        Empty if not enough could be given up.
-    """
-    next_use = {id(unit): position for position, unit in reversed(list(enumerate(upcoming)))}
-    never = len(upcoming)
-    victims, freed = [], 0
-    for unit in sorted(candidates, key=lambda unit: -next_use.get(id(unit), never)):
-        if freed >= need_nbytes:
-            break
-        if sooner_than is not None and next_use.get(id(unit), never) <= sooner_than:
-            break
-        victims.append(unit)
-        freed += unit.range_nbytes
-    return victims if freed >= need_nbytes else []
 
 
 class Residency:

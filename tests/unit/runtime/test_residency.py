@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from zerooffload import BudgetError, ConfigError, InternalError, TierIOError
 from zerooffload.accelerator.cpu import CpuAccelerator
-from zerooffload.runtime.residency import Residency, choose_victims
+from zerooffload.planner.cost.window import choose_victims
+from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.collectives import SingleRank
 from zerooffload.sharding.state import ShardState

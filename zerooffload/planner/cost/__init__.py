@@ -1,0 +1,18 @@
+"""What a step of a plan takes on a machine: bytes, seconds, memory. Pure; docs/planning.md has the formulas."""
+
+from zerooffload.planner.cost.estimate import Estimate, estimate
+from zerooffload.planner.cost.memory import MemoryAccount
+from zerooffload.planner.cost.speeds import Speeds, speeds_of
+from zerooffload.planner.cost.step import Lane, Schedule, Span, StepKind
+
+__all__ = [
+    "Estimate",
+    "Lane",
+    "MemoryAccount",
+    "Schedule",
+    "Span",
+    "Speeds",
+    "StepKind",
+    "estimate",
+    "speeds_of",
+]

@@ -1,0 +1,102 @@
+"""A machine as one of its ranks sees it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zerooffload.errors import ConfigError
+from zerooffload.planner.profiles import Drive, MachineProfile, PassWork
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """What a rank has of each resource: of what the ranks of a machine share, its part. Bytes a second.
+
+    Attributes
+    ----------
+    drive_mix : float
+        How much faster, or slower, half a gigabyte read and half written are together than one after the other.
+    copy_mix : float
+        The same of copies in both directions.
+    """
+
+    machine: MachineProfile
+    read: float
+    write: float
+    drive_mix: float
+    copy_in: float
+    copy_out: float
+    copy_mix: float
+    gather: float
+    host_memory: float
+    kernel: float
+    checksum: float
+    num_cores: float
+
+    def compute_seconds(self, work: PassWork) -> float:
+        """What a pass takes on the device.
+
+        Raises
+        ------
+        ConfigError
+            If the machine's profile has no rate for a dtype.
+        """
+        device = self.machine.device
+        rates: Mapping[str, float] = {str(name): rate for name, rate in device.matmul_flops.items()}
+        missing = sorted(set(work.flops) - set(rates))
+        if missing:
+            raise ConfigError(
+                f"the profile of {self.machine.name} has no rate of matrix products in {missing[0]}: add it to"
+                " device.matmul_flops, or run zerooffload calibrate"
+            )
+        products = sum(flops / rates[name] for name, flops in work.flops.items())
+        others = work.memory_bytes / device.memory_bandwidth + work.num_operations * device.operation_seconds
+        return self.corrected("compute", products + others)
+
+    def corrected(self, resource: str, seconds: float) -> float:
+        """As runs have taught."""
+        return seconds * self.machine.corrections.get(resource, 1.0)
+
+
+def speeds_of(machine: MachineProfile) -> Speeds:
+    """What each of its ranks has."""
+    device, host, ranks = machine.device, machine.host, machine.device.count
+    copy_in, copy_out = device.copy_in or host.memory_bandwidth, device.copy_out or host.memory_bandwidth
+    both = device.copy_both or copy_in + copy_out
+    return Speeds(
+        machine=machine,
+        read=sum(drive.read for drive in machine.drives) / ranks,
+        write=sum(_write(drive) for drive in machine.drives) / ranks,
+        drive_mix=_drive_mix(machine.drives),
+        copy_in=copy_in,
+        copy_out=copy_out,
+        copy_mix=(1 / copy_in + 1 / copy_out) / (2 / both),
+        gather=device.gather or copy_in,
+        host_memory=host.memory_bandwidth / ranks,
+        kernel=(host.update_bandwidth or host.memory_bandwidth) / ranks,
+        checksum=host.checksum_bandwidth,
+        num_cores=host.cores / ranks,
+    )
+
+
+def _write(drive: Drive) -> float:
+    return min(drive.write, drive.sustained_write or drive.write)
+
+
+def _drive_mix(drives: tuple[Drive, ...]) -> float:
+    """In time: that of the drives together, weighted by what each moves."""
+    if not drives:
+        return 1.0
+    weights = [_even_rate(drive) for drive in drives]
+    return sum(
+        weight * _even_rate(drive) * (1 / drive.read + 1 / _write(drive)) / 2
+        for weight, drive in zip(weights, drives, strict=True)
+    ) / sum(weights)
+
+
+def _even_rate(drive: Drive) -> float:
+    """Bytes a second, read and written alike: what was measured nearest to that, or in turns."""
+    if not drive.mixed:
+        return 2 / (1 / drive.read + 1 / _write(drive))
+    return min(drive.mixed, key=lambda mixed: abs(mixed.read_part - 0.5)).rate

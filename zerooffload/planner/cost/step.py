@@ -1,0 +1,470 @@
+"""A step as tasks on lanes. Pure; see [Note: fluid lanes].
+
+[Note: lanes of a step]
+compute         the device, and on a CPU the thread that trains
+copy in, out    each direction of the link to the device
+link            gathers and reductions between ranks
+parameter read  from the drive, because a visit needs them
+state read      from the drive, for the update
+write           to the drive
+update          the kernel on the host, and the checksums of what it writes
+landing         gradients that join their home on the host
+
+Pools: the drive (reads share it, with writes too), host memory, and, where the device is the CPU, its cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import pairwise
+
+from zerooffload.config import TierName
+from zerooffload.planner.admission import AnnouncedPlan
+from zerooffload.planner.cost.demand import Demand, UnitDemand, unit_demands
+from zerooffload.planner.cost.lanes import Pair, Task, Timing, busiest_seconds, run_lanes
+from zerooffload.planner.cost.speeds import Speeds
+from zerooffload.planner.cost.window import Arrival, arrivals
+from zerooffload.planner.placement import NUM_STAGING_SLOTS, Placement
+from zerooffload.planner.profiles import ModelProfile
+
+_ROOT = "(root)"
+
+
+class Lane(StrEnum):
+    """See the note."""
+
+    COMPUTE = "compute"
+    COPY_IN = "copy in"
+    COPY_OUT = "copy out"
+    LINK = "link"
+    PARAMETER_READ = "parameter read"
+    STATE_READ = "state read"
+    WRITE = "write"
+    UPDATE = "update"
+    LANDING = "landing"
+
+
+class Schedule(StrEnum):
+    """When updates run; see `OffloadConfig.update`."""
+
+    AFTER_BACKWARD = "after_backward"
+    UNDER_NEXT_FORWARD = "under_next_forward"
+    DURING_BACKWARD = "during_backward"
+
+
+_DRIVE, _MEMORY, _CORES, _COPIES = "drive", "host memory", "cores", "copies"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepKind:
+    """What kind of steps these are.
+
+    Attributes
+    ----------
+    schedule : Schedule
+    accumulation : int
+        Backwards of a step.
+    computed_again : frozenset[str]
+        Units whose forward runs again in backward.
+    num_slices : int
+        Of a block's batch; the model's profile is that of one slice.
+    clips : bool
+        Whether the gradients' norm is wanted.
+    """
+
+    schedule: Schedule
+    accumulation: int = 1
+    computed_again: frozenset[str] = frozenset()
+    num_slices: int = 1
+    clips: bool = False
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a lane did from `begin` to `end`, in seconds from the step's start."""
+
+    lane: Lane
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A step among others like it.
+
+    Attributes
+    ----------
+    seconds : float
+    moved : Demand
+    busy : Mapping[Lane, float]
+        Seconds at full speed.
+    spans : Sequence[Span]
+        What each lane did.
+    """
+
+    seconds: float
+    moved: Demand
+    busy: Mapping[Lane, float]
+    spans: Sequence[Span]
+
+
+_NUM_STEPS = 4
+"""Two to get going, and two that are like all that follow."""
+_MOST_PIECES = 4
+"""Of a unit's update: enough that reading, stepping and writing overlap."""
+_RING = "staging ring"
+
+
+def simulate_step(plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind: StepKind) -> SimulatedStep:
+    """Run some steps of a plan on paper, and take the mean of the last two.
+
+    Raises
+    ------
+    ConfigError
+        If the machine's profile lacks a rate.
+    """
+    steps = _Steps(plan, model, speeds, kind)
+    ends = [steps.add_step() for _ in range(_NUM_STEPS)]
+    slots = {_RING: NUM_STAGING_SLOTS - 1}
+    timing = run_lanes(steps.tasks, _pairs(speeds), slots)
+    begin, middle, end = (timing.ends[number] for number in ends[-3:])
+    return SimulatedStep(
+        seconds=(end - begin) / 2,
+        moved=steps.moved,
+        busy=_busy(steps.tasks[ends[-2] + 1 : ends[-1] + 1]),
+        spans=_spans(steps.tasks, timing, middle, end),
+    )
+
+
+def floor_seconds(plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind: StepKind) -> float:
+    """The least that such a step takes: of each part beside which no other can run, the time of what is busy longest.
+
+    Quicker than running it on paper, and never more. `docs/overlap.md` has the parts in words.
+
+    Raises
+    ------
+    ConfigError
+        If the machine's profile lacks a rate.
+    """
+    steps = _Steps(plan, model, speeds, kind)
+    steps.add_step()
+    pairs = _pairs(speeds)
+    return sum(busiest_seconds([steps.tasks[number] for number in part], pairs) for part in steps.parts())
+
+
+def may_go_ahead(placement: Placement) -> bool:
+    """Whether updates can begin before `optimizer.step()`: each changed state has a second place."""
+    flats = [flat for unit in placement.units for flat in unit.flats if flat.optimizer is not None]
+    changed = [state for flat in flats for state in (flat.param, flat.optimizer) if state is not None]
+    return all(state.num_places > 1 or (placement.commits_steps and state.tier is TierName.NVME) for state in changed)
+
+
+def _pairs(speeds: Speeds) -> list[Pair]:
+    reads = frozenset({str(Lane.PARAMETER_READ), str(Lane.STATE_READ)})
+    return [
+        Pair(first=reads, second=frozenset({str(Lane.WRITE)}), pool=_DRIVE, capacity=speeds.drive_mix),
+        Pair(
+            first=frozenset({str(Lane.COPY_IN)}),
+            second=frozenset({str(Lane.COPY_OUT)}),
+            pool=_COPIES,
+            capacity=speeds.copy_mix,
+        ),
+    ]
+
+
+def _busy(tasks: Sequence[Task]) -> dict[Lane, float]:
+    return {lane: sum(task.seconds for task in tasks if task.lane == lane) for lane in Lane}
+
+
+def _spans(tasks: Sequence[Task], timing: Timing, begin: float, end: float) -> list[Span]:
+    return [
+        Span(Lane(task.lane), task.name, max(first, begin) - begin, min(last, end) - begin)
+        for task, first, last in zip(tasks, timing.begins, timing.ends, strict=True)
+        if last > begin and first < end and task.seconds > 0
+    ]
+
+
+class _Steps:
+    """Makes the tasks of one step after the other."""
+
+    def __init__(self, plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind: StepKind) -> None:
+        self.tasks: list[Task] = []
+        self.moved = Demand()
+        self._speeds, self._kind = speeds, kind
+        self._placement = plan.placement
+        self._shares_host = plan.placement.reach.device_shares_host
+        self._works = {work.name: work for work in model.units}
+        self._demands = unit_demands(plan.placement)
+        self._needs = {unit.name: unit.needs for unit in plan.placement.units}
+        blocks = [work.name for work in model.units if work.name != _ROOT and work.name in self._needs]
+        self._forward = [_ROOT, *blocks]
+        self._backward = [_ROOT, *reversed(blocks)]
+        # Where a unit's gradient is whole.
+        self._last_use = {name: visit for visit in self._backward for name in self._needs[visit]}
+        self._order = list(dict.fromkeys([name for visit in self._forward for name in self._needs[visit]]))
+        self._kept_part = self._kept_parts(plan)
+        self._arrivals = self._all_arrivals(plan.window_nbytes)
+        self._goes_ahead = kind.schedule is Schedule.DURING_BACKWARD and may_go_ahead(plan.placement)
+        # Tasks that are waited for: for a unit's new parameters, and for all that the last update did.
+        self._renewed: dict[str, list[int]] = {name: [] for name in self._demands}
+        self._at_home: dict[str, list[int]] = {name: [] for name in self._demands}
+        self._stepped: list[int] = []
+        self._committed: list[int] = []
+        self._last_compute: list[int] = []
+        self._inputs_at_home: dict[str, list[int]] = {}
+
+    def add_step(self) -> int:
+        """Another step; the position of the last task of the thread that trains."""
+        self.moved = Demand()
+        self._come: set[str] = set()
+        self._present: dict[str, list[int]] = {}
+        self._computed: list[int] = []
+        self._begin = list(self._last_compute)
+        self._left: dict[str, list[int]] = {name: [] for name in self._demands}
+        self._departures: list[list[int]] = []
+        self._begins = [len(self.tasks)]
+        for number in range(self._kind.accumulation):
+            self._add_forward()
+            self._begins.append(len(self.tasks))
+            self._add_backward(is_first=number == 0)
+            self._begins.append(len(self.tasks))
+        return self._add_update()
+
+    def parts(self) -> list[list[int]]:
+        """Of the last step, the positions of tasks that may overlap: those of two parts cannot."""
+        *passes, update = [list(range(*edges)) for edges in pairwise([*self._begins, len(self.tasks)])]
+        beside: list[list[int]] = []
+        if self._kind.schedule is not Schedule.AFTER_BACKWARD:
+            beside.append(passes.pop(0))
+            if self._goes_ahead:
+                beside.append(passes.pop())
+        return [
+            [number for part in (*beside, update) for number in part],
+            [number for part in passes for number in part],
+        ]
+
+    def _all_arrivals(self, window_nbytes: int) -> dict[int, list[Arrival]]:
+        passes = [[self._needs[name] for name in order] for order in (self._forward, self._backward)]
+        ranges = {name: demand.range_nbytes for name, demand in self._demands.items()}
+        found: dict[int, list[Arrival]] = {}
+        for arrival in arrivals(passes * self._kind.accumulation, ranges, window_nbytes):
+            found.setdefault(arrival.visit, []).append(arrival)
+        return found
+
+    def _kept_parts(self, plan: AnnouncedPlan) -> dict[str, float]:
+        """Of each unit's chunks, the part that stays in host memory from one update to the next."""
+        left, parts = plan.num_cached_slots, {}
+        for name in [*self._order, *self._demands]:
+            num_chunks = self._demands[name].num_chunks
+            if name not in parts and num_chunks and self._demands[name].staged_nbytes:
+                kept = min(left, num_chunks)
+                parts[name] = kept / num_chunks
+                left -= kept
+        return parts
+
+    def _add_forward(self) -> None:
+        for name in self._forward:
+            self._visit(name, 0.0 if name == _ROOT else self._forward_seconds(name), "forward")
+            self._keep_input(name)
+        self._compute(self._forward_seconds(_ROOT), [], f"{_ROOT} forward")
+
+    def _add_backward(self, *, is_first: bool) -> None:
+        for name in self._backward:
+            seconds = self._speeds.compute_seconds(self._works[name].backward) * self._kind.num_slices
+            if name in self._kind.computed_again:
+                seconds += self._forward_seconds(name)
+            whole = [unit for unit in self._needs[name] if self._last_use[unit] == name]
+            added = sum(self._demands[unit].gradient_at_home for unit in whole)
+            seconds += added * (2 if is_first else 3) / self._speeds.host_memory
+            # A device's host runs ahead of it; a thread that computes waits for what departs at the latest.
+            waits = [*self._stepped, *(self._departures[-2] if len(self._departures) > 1 else ())]
+            self._visit(name, seconds, "backward", [*waits, *self._bring_input(name)])
+            departed = [task for unit in whole for task in self._leave(unit, is_first=is_first)]
+            if departed:
+                self._departures.append(departed)
+
+    def _forward_seconds(self, name: str) -> float:
+        return self._speeds.compute_seconds(self._works[name].forward) * self._kind.num_slices
+
+    def _visit(self, name: str, seconds: float, what: str, after: Sequence[int] = ()) -> None:
+        for arrival in self._arrivals.get(len(self._computed), ()):
+            self._arrive(arrival)
+        waits = list(after)
+        for unit in self._needs[name]:
+            waits += self._present.get(unit, ()) if self._demands[unit].range_nbytes else self._renewed[unit]
+        self._computed.append(self._compute(seconds, waits, f"{name} {what}"))
+
+    def _compute(self, seconds: float, after: Sequence[int], name: str) -> int:
+        loads = {_CORES: 1.0} if self._shares_host else {}
+        task = self._add(Lane.COMPUTE, seconds, [*self._last_compute, *after], loads, name)
+        self._last_compute = [task]
+        return task
+
+    def _arrive(self, arrival: Arrival) -> None:
+        name = arrival.unit
+        unit, is_first = self._demands[name], name not in self._come
+        demand = unit.first_arrival if is_first else unit.arrival
+        kept = self._kept_part.get(name, 0.0) if is_first and self._kind.schedule is not Schedule.AFTER_BACKWARD else 0
+        demand = replace(demand, nvme_read=demand.nvme_read * (1 - kept))
+        self._come.add(name)
+        self.moved += demand
+        # What computes in the thread that trains sends for it between two visits.
+        room = self._computed[arrival.room_after : arrival.room_after + 1] if arrival.room_after >= 0 else self._begin
+        after = [*(self._last_compute if self._shares_host else room)]
+        after += self._renewed[name] if kept == 1 or not demand.nvme_read else self._at_home[name]
+        after = self._read(Lane.PARAMETER_READ, demand.nvme_read, after, name)
+        after = self._copy(Lane.COPY_IN, demand.copy_in, after, name)
+        after = self._link(demand.gathered, after, name)
+        if demand.copy_out or demand.nvme_written:
+            home = self._copy(Lane.COPY_OUT, demand.copy_out, after, name)
+            self._write(demand.nvme_written, home, name)
+        self._present[name] = after
+
+    def _leave(self, name: str, *, is_first: bool) -> list[int]:
+        """A unit's gradients go home; what must be over before their memory is used again."""
+        unit = self._demands[name]
+        demand = unit.first_leaving if is_first else unit.leaving
+        self.moved += demand
+        after = self._link(demand.reduced, self._last_compute, f"{name} gradients")
+        after = departed = self._copy(Lane.COPY_OUT, demand.copy_out, after, f"{name} gradients")
+        after = self._read(Lane.STATE_READ, demand.nvme_read, after, f"{name} gradients")
+        if demand.host_traffic:
+            rate = self._speeds.kernel
+            seconds = self._speeds.corrected("landing", demand.host_traffic / rate)
+            loads = {_MEMORY: rate / self._speeds.host_memory, **({_CORES: 1.0} if self._shares_host else {})}
+            after = [self._add(Lane.LANDING, seconds, after, loads, f"{name} gradients")]
+        if self._shares_host:
+            departed = after
+        after = self._write(demand.nvme_written, after, f"{name} gradients")
+        after = self._copy(Lane.COPY_IN, demand.copy_in, after, f"{name} gradients")
+        self._left[name] = list(after)
+        return departed if demand != Demand() else []
+
+    def _add_update(self) -> int:
+        """What `optimizer.step()` does, and what it leaves to be done."""
+        landed = [task for tasks in self._left.values() for task in tasks]
+        normed = sum(unit.gradient_at_home for unit in self._demands.values()) if self._kind.clips else 0.0
+        decided = self._compute(normed / self._speeds.host_memory, landed, "step")
+        is_hidden = self._kind.schedule is not Schedule.AFTER_BACKWARD
+        self._stepped, written = [], []
+        for rank, name in enumerate(self._order):
+            unit = self._demands[name]
+            if not unit.num_updated:
+                continue
+            if unit.on_device:
+                seconds = unit.device_traffic / self._speeds.machine.device.memory_bandwidth
+                self._renewed[name] = [self._compute(seconds, [], f"{name} update")]
+                continue
+            goes_ahead = self._goes_ahead and not unit.update.copy_out
+            after = [*self._left[name], *self._at_home[name]] if goes_ahead else [decided]
+            written += self._update(unit, after, rank)
+        self._committed = [self._add(Lane.WRITE, 0.0, written, {}, "commit")] if written else []
+        if is_hidden:
+            return decided
+        return self._compute(0.0, written, "updated")
+
+    def _update(self, unit: UnitDemand, after: Sequence[int], rank: int) -> list[int]:
+        """A unit's update, in some pieces; what must be over for its states to be home."""
+        kept = self._kept_part.get(unit.name, 0.0)
+        demand = replace(unit.update, nvme_read=unit.update.nvme_read - kept * unit.staged_nbytes)
+        self.moved += demand
+        num_pieces = max(1, min(_MOST_PIECES, unit.num_chunks))
+        self._renewed[unit.name], self._at_home[unit.name] = [], []
+        rate = self._speeds.kernel
+        seconds = demand.host_traffic / rate + unit.checked_nbytes / self._speeds.checksum
+        seconds = self._speeds.corrected("update", seconds) / num_pieces
+        loads = {_MEMORY: rate / self._speeds.host_memory, **({_CORES: 1.0} if self._shares_host else {})}
+        is_staged = demand.nvme_read > 0 or demand.nvme_written > 0
+        for _ in range(num_pieces):
+            ready = self._copy(Lane.COPY_OUT, demand.copy_out / num_pieces, list(after), unit.name)
+            ready = self._read(Lane.STATE_READ, demand.nvme_read / num_pieces, ready, unit.name, rank, takes=is_staged)
+            holds = is_staged and demand.nvme_read > 0
+            stepped = self._add(
+                Lane.UPDATE,
+                seconds,
+                ready,
+                loads,
+                f"{unit.name} update",
+                rank=rank,
+                frees=_RING if holds and not demand.nvme_written else "",
+            )
+            home = self._copy(Lane.COPY_IN, demand.copy_in / num_pieces, [stepped], unit.name)
+            home = self._write(
+                demand.nvme_written / num_pieces, [*home, *self._committed], unit.name, rank, frees=holds
+            )
+            self._stepped.append(stepped)
+            self._renewed[unit.name].append(stepped)
+            self._at_home[unit.name] += home
+        return self._at_home[unit.name]
+
+    def _keep_input(self, name: str) -> None:
+        home = self._placement.block_inputs.homes.get(name)
+        if home is None or self._placement.reach.by_device(home):
+            return
+        nbytes = self._works[name].input_nbytes * self._kind.num_slices
+        out = 0 if self._shares_host else nbytes
+        written = nbytes if home is TierName.NVME else 0
+        self.moved += Demand(copy_out=out, nvme_written=written)
+        after = self._copy(Lane.COPY_OUT, out, self._last_compute, f"{name} input")
+        self._inputs_at_home[name] = self._write(written, after, f"{name} input")
+
+    def _bring_input(self, name: str) -> list[int]:
+        home = self._placement.block_inputs.homes.get(name)
+        if home is None or self._placement.reach.by_device(home):
+            return []
+        nbytes = self._works[name].input_nbytes * self._kind.num_slices
+        into = 0 if self._shares_host else nbytes
+        read = nbytes if home is TierName.NVME else 0
+        self.moved += Demand(copy_in=into, nvme_read=read)
+        after = [*self._inputs_at_home.pop(name), *self._computed[-2:-1]]
+        after = self._read(Lane.PARAMETER_READ, read, after, f"{name} input")
+        return self._copy(Lane.COPY_IN, into, after, f"{name} input")
+
+    def _read(
+        self, lane: Lane, nbytes: float, after: Sequence[int], name: str, rank: int = 0, *, takes: bool = False
+    ) -> list[int]:
+        if not nbytes:
+            return list(after)
+        seconds = self._speeds.corrected("drive", nbytes / self._speeds.read)
+        return [self._add(lane, seconds, after, {_DRIVE: 1.0}, name, rank=rank, takes=_RING if takes else "")]
+
+    def _write(
+        self, nbytes: float, after: Sequence[int], name: str, rank: int = 0, *, frees: bool = False
+    ) -> list[int]:
+        if not nbytes:
+            return list(after)
+        seconds = self._speeds.corrected("drive", nbytes / self._speeds.write)
+        return [self._add(Lane.WRITE, seconds, after, {_DRIVE: 1.0}, name, rank=rank, frees=_RING if frees else "")]
+
+    def _copy(self, lane: Lane, nbytes: float, after: Sequence[int], name: str) -> list[int]:
+        if not nbytes:
+            return list(after)
+        rate = self._speeds.copy_in if lane is Lane.COPY_IN else self._speeds.copy_out
+        loads = {_COPIES: 1.0, _MEMORY: rate / self._speeds.host_memory}
+        return [self._add(lane, self._speeds.corrected("copies", nbytes / rate), after, loads, name)]
+
+    def _link(self, nbytes: float, after: Sequence[int], name: str) -> list[int]:
+        if not nbytes:
+            return list(after)
+        return [self._add(Lane.LINK, self._speeds.corrected("link", nbytes / self._speeds.gather), after, {}, name)]
+
+    def _add(
+        self,
+        lane: Lane,
+        seconds: float,
+        after: Sequence[int],
+        loads: Mapping[str, float],
+        name: str,
+        *,
+        rank: int = 0,
+        takes: str = "",
+        frees: str = "",
+    ) -> int:
+        waits = sorted(set(after))
+        self.tasks.append(
+            Task(lane=lane, seconds=seconds, after=waits, rank=rank, loads=loads, takes=takes, frees=frees, name=name)
+        )
+        return len(self.tasks) - 1
