@@ -5,6 +5,7 @@ Everything above speaks to the `Accelerator` protocol; a simulated one stands in
 
 from zerooffload.accelerator.api import Accelerator, DeviceRange, Event, Mark, Stream
 from zerooffload.accelerator.choose import default_accelerator
+from zerooffload.accelerator.cuda import cached_block_nbytes
 from zerooffload.accelerator.pages import PageRange, host_buffer_nbytes, populated_pages
 from zerooffload.accelerator.shared_pages import SharedAddress, SharedPages, shared_part_nbytes
 
@@ -17,6 +18,7 @@ __all__ = [
     "SharedAddress",
     "SharedPages",
     "Stream",
+    "cached_block_nbytes",
     "default_accelerator",
     "host_buffer_nbytes",
     "populated_pages",

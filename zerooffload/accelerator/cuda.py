@@ -27,7 +27,7 @@ class CudaRange:
     """
 
     def __init__(self, nbytes: int, device: torch.device, stream: torch.cuda.Stream) -> None:
-        self.nbytes = _rounded(nbytes)
+        self.nbytes = cached_block_nbytes(nbytes)
         self._length_bytes = nbytes
         self._stream = stream
         self.tensor = torch.empty(0, dtype=torch.uint8, device=device)
@@ -139,7 +139,7 @@ class CudaAccelerator:
 
     def range_nbytes(self, nbytes: int) -> int:
         """As the caching allocator rounds a block."""
-        return _rounded(nbytes)
+        return cached_block_nbytes(nbytes)
 
     def reserve(self, nbytes: int) -> CudaRange:
         """A storage of length zero."""
@@ -203,6 +203,7 @@ class CudaAccelerator:
         torch.cuda.set_rng_state(state, self.device)
 
 
-def _rounded(nbytes: int) -> int:
+def cached_block_nbytes(nbytes: int) -> int:
+    """What the caching allocator takes for so many bytes, on any machine."""
     rounding = _LARGE_ROUNDING_BYTES if nbytes >= _LARGE_REQUEST_BYTES else _SMALL_ROUNDING_BYTES
     return round_up(max(nbytes, 1), rounding)
