@@ -94,9 +94,10 @@ class OffloadConfig(BaseModel):
     """How many backwards add up before each `optimizer.step()`. With more than 1, gradients of bf16 and fp16 parameters
     are added and held in fp32, in 2 more bytes a parameter. None: not said; they add up in their own dtype, as torch's
     do."""
-    micro_batch_size: Annotated[int, Field(ge=1, strict=True)] | None = None
+    micro_batch_size: Annotated[int, Field(ge=1, strict=True)] | Literal["auto"] | None = None
     """Samples of a slice: each block takes the whole batch and runs it in slices, computed again in backward, so that
-    its parameters move once in each direction of a step. None: blocks run the whole batch at once."""
+    its parameters move once in each direction of a step. None: blocks run the whole batch at once. "auto": as a plan
+    says, where the batch is known: in recipes and `zerooffload plan`."""
     slice_rules: dict[str, Literal["batch", "shared"]] = {}
     """What a slice gets of a block's argument, where that is not certain: its own samples ("batch"), or all of it
     ("shared"). By the argument's name, or "unit:argument" with an `fnmatch` pattern for the unit."""
@@ -153,6 +154,22 @@ class OffloadConfig(BaseModel):
     def accumulates(self) -> bool:
         """Whether several backwards are said to add up before each step."""
         return (self.accumulation_steps or 1) > 1
+
+    @property
+    def slice_size(self) -> int | None:
+        """`micro_batch_size` as a number.
+
+        Raises
+        ------
+        ConfigError
+            If that is still to be planned.
+        """
+        if self.micro_batch_size == "auto":
+            raise ConfigError(
+                'micro_batch_size = "auto" is chosen where the batch is known: by a recipe, or by zerooffload plan,'
+                " whose answer can be given here"
+            )
+        return self.micro_batch_size
 
     @property
     def keeps_activations_on_nvme(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -106,26 +106,32 @@ def announce(
     BudgetError
         If the least that the run needs does not fit, with the holders and the smallest changes that help.
     """
-    plan = _fit(placement, limits)
+    plan = fit(placement, limits)
     if isinstance(plan, AnnouncedPlan):
         return plan
-    raise BudgetError(_refusal(plan, limits, _alternatives(choices, limits, retry)))
-
-
-def fit(placement: Placement, limits: Limits) -> AnnouncedPlan | None:
-    """Fix the sizes that depend on the budgets; None if it does not fit them."""
-    plan = _fit(placement, limits)
-    return plan if isinstance(plan, AnnouncedPlan) else None
+    more = f'{BUDGET_FIELDS[plan.tier]} = "{plan.need_bytes}B" ({plan.need_bytes - limits.of(plan.tier)} bytes more)'
+    raise BudgetError(refusal(plan, limits, larger=[more], settings=_alternatives(choices, limits, retry)))
 
 
 @dataclass(frozen=True)
-class _Misfit:
+class Misfit:
+    """The first tier that cannot hold the least that a run needs of it.
+
+    Attributes
+    ----------
+    tier : TierName
+    need_bytes : int
+    claims : tuple[Claim, ...]
+        Of all tiers.
+    """
+
     tier: TierName
     need_bytes: int
     claims: tuple[Claim, ...]
 
 
-def _fit(placement: Placement, limits: Limits) -> AnnouncedPlan | _Misfit:
+def fit(placement: Placement, limits: Limits) -> AnnouncedPlan | Misfit:
+    """Fix the sizes that depend on the budgets, or tell why it does not fit them."""
     collection = placement.collection
     # Twice the largest lets one unit's gradients leave while the next one's gather.
     wish = min(collection.most_nbytes, 2 * collection.least_nbytes)
@@ -136,7 +142,7 @@ def _fit(placement: Placement, limits: Limits) -> AnnouncedPlan | _Misfit:
     return plans[0] if isinstance(plans[0], AnnouncedPlan) else plans[1]
 
 
-def _fit_collecting(placement: Placement, limits: Limits, collection_nbytes: int) -> AnnouncedPlan | _Misfit:
+def _fit_collecting(placement: Placement, limits: Limits, collection_nbytes: int) -> AnnouncedPlan | Misfit:
     window = placement.window
     claims = (*placement.fixed_claims(), *_claim(_COLLECTION, collection_nbytes))
     least = (*claims, *_claim(_WINDOW, window.least_nbytes))
@@ -157,12 +163,12 @@ def _claim(holder: str, nbytes: int) -> tuple[Claim, ...]:
     return (Claim(TierName.DEVICE, holder, nbytes),) if nbytes else ()
 
 
-def _first_misfit(claims: tuple[Claim, ...], limits: Limits) -> _Misfit | None:
+def _first_misfit(claims: tuple[Claim, ...], limits: Limits) -> Misfit | None:
     # Host first: where it holds the device's bytes too, its need is the whole need.
     for tier in (TierName.HOST, TierName.DEVICE, TierName.NVME):
         need = _total(claims, tier, limits)
         if need > limits.of(tier):
-            return _Misfit(tier, need, claims)
+            return Misfit(tier, need, claims)
     return None
 
 
@@ -183,11 +189,12 @@ def _room(claims: tuple[Claim, ...], limits: Limits) -> int:
     return room
 
 
-_FIELDS: Mapping[TierName, str] = {
+BUDGET_FIELDS: Mapping[TierName, str] = {
     TierName.DEVICE: "device_memory",
     TierName.HOST: "host_memory",
     TierName.NVME: "nvme_space",
 }
+"""The settings that bound the tiers."""
 _STATES: tuple[Literal["optimizer", "gradients", "params"], ...] = ("optimizer", "gradients", "params")
 
 
@@ -197,7 +204,7 @@ def _alternatives(choices: TierChoices, limits: Limits, retry: Callable[[TierCho
     for state in _STATES:
         for tier in TierName:
             changed = _with(choices, state, tier)
-            if changed != choices and isinstance(_fit(retry(changed), limits), AnnouncedPlan):
+            if changed != choices and isinstance(fit(retry(changed), limits), AnnouncedPlan):
                 found.append(f'{state} = "{tier.value}"')
     return found
 
@@ -213,7 +220,14 @@ def _with(choices: TierChoices, state: Literal["optimizer", "gradients", "params
             return replace(choices, params=home)
 
 
-def _refusal(misfit: _Misfit, limits: Limits, alternatives: list[str]) -> str:
+def refusal(misfit: Misfit, limits: Limits, *, larger: Sequence[str], settings: Sequence[str]) -> str:
+    """What a run that does not fit is refused with: the tier, need, have, holders, and changes that help.
+
+    Parameters
+    ----------
+    larger, settings : Sequence[str]
+        Budgets that would be enough, the smallest change first, and settings that make it fit within those there are.
+    """
     limit, tier = limits.of(misfit.tier), misfit.tier
     rows = sorted((c for c in misfit.claims if _counts(c, tier, limits)), key=lambda claim: -claim.nbytes)
     lines = [
@@ -222,8 +236,9 @@ def _refusal(misfit: _Misfit, limits: Limits, alternatives: list[str]) -> str:
             f" ({format_bytes(misfit.need_bytes)}), the budget is {limit} bytes ({format_bytes(limit)})"
         ),
         *(f"  {claim.holder:<22}{format_bytes(claim.nbytes):>12}  {claim.nbytes} bytes" for claim in rows),
-        f'smallest change: {_FIELDS[tier]} = "{misfit.need_bytes}B" ({misfit.need_bytes - limit} bytes more)',
     ]
-    if alternatives:
-        lines.append(f"or, within the budgets as they are: {'; '.join(alternatives)}")
+    if larger:
+        lines.append(f"smallest change: {'; or '.join(larger)}")
+    if settings:
+        lines.append(f"or, within the budgets as they are: {'; '.join(settings)}")
     return "\n".join(lines)

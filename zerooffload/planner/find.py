@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
+from itertools import product
+from pathlib import Path
 from typing import Any
 
-from zerooffload.config import OffloadConfig, TierName
-from zerooffload.errors import BudgetError, ConfigError
+from zerooffload.config import ActivationChoice, MomentFormat, OffloadConfig, TierName
+from zerooffload.errors import BudgetError, ConfigError, InternalError
 from zerooffload.planner.admission import AnnouncedPlan, Limits
-from zerooffload.planner.cost import Schedule, StepKind, estimate
+from zerooffload.planner.cost import Schedule, StepKind, estimate, speeds_of
 from zerooffload.planner.cost.memory import activation_bytes
-from zerooffload.planner.cost.step import may_go_ahead
+from zerooffload.planner.cost.step import floor_seconds, may_go_ahead, simulate_step
 from zerooffload.planner.plan import Homes, Plan
-from zerooffload.planner.problem import PlacementProblem, choices_of
+from zerooffload.planner.problem import PlacementProblem
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
+from zerooffload.planner.search.candidates import Wish, candidates, compute_seconds
+from zerooffload.planner.search.reasons import reasons_of
+from zerooffload.planner.search.shortfall import shortfall
 
 DEFAULT_PART = 0.75
 """Of memory, for a run without a bound."""
 _ACTIVATIONS_MARGIN = 1.1
 """Of predicted activations, what is left free for them."""
+_MOST_RUN_ON_PAPER = 2
 _UNBOUNDED = 1 << 62
 """Of drives whose space nobody told."""
 
@@ -46,6 +52,8 @@ class Request:
         Whether the gradients' norm is wanted.
     baseline_bytes : int, optional
         Host memory of the process before the run.
+    may_use_moments : Sequence[MomentFormat]
+        Formats that the plan may choose; they change the numbers.
     """
 
     config: OffloadConfig
@@ -56,6 +64,7 @@ class Request:
     computed_again: frozenset[str] = frozenset()
     clips: bool = True
     baseline_bytes: int | None = None
+    may_use_moments: Sequence[MomentFormat] = ()
 
 
 def find_plan(request: Request) -> Plan:
@@ -64,32 +73,110 @@ def find_plan(request: Request) -> Plan:
     Raises
     ------
     BudgetError
-        If no choice fits the budgets: with the tier, what is needed and had, the three largest holders, and the
-        smallest change that helps.
+        If no choice fits the budgets: with the tier, what is needed and had, the holders, and the smallest change that
+        helps.
     ConfigError
         If a setting or the machine's profile cannot work as given.
     """
+    plans: list[Plan] = []
+    refused: BudgetError | None = None
+    for config in _variants(request):
+        if plans and config.activations not in ("auto", request.config.activations):
+            # What computes less again is quicker.
+            continue
+        try:
+            plans.append(_plan_of(request, config))
+        except BudgetError as error:
+            refused = refused or error
+    if not plans:
+        raise refused or InternalError("nothing was planned")
+    return min(plans, key=lambda plan: plan.estimate.seconds)
+
+
+def _variants(request: Request) -> Iterator[OffloadConfig]:
+    """The settings that are tried: what "auto" leaves open, filled in; what computes least again comes first."""
     config = request.config
     if not config.nvme_paths and request.machine.drives:
-        config = config.model_copy(update={"nvme_paths": tuple(drive.path for drive in request.machine.drives)})
+        config = config.model_copy(update={"nvme_paths": tuple(Path(drive.path) for drive in request.machine.drives)})
+    formats = dict.fromkeys([config.moments, *request.may_use_moments])
+    for activations, size, moments in product(_activations(config), _slice_sizes(request), formats):
+        chosen = {"moments": moments, "micro_batch_size": size, "activations": activations}
+        yield config.model_copy(update=chosen)
+
+
+def _slice_sizes(request: Request) -> list[int | None]:
+    size = request.config.micro_batch_size
+    if size != "auto":
+        return [size]
+    batch = request.batch_size
+    return [None, *(number for number in range(batch - 1, 0, -1) if batch % number == 0)]
+
+
+def _activations(config: OffloadConfig) -> list[ActivationChoice]:
+    if config.activations != "auto":
+        return [config.activations]
+    return ["auto", "host", "nvme"] if config.nvme_paths else ["auto", "host"]
+
+
+def _plan_of(request: Request, config: OffloadConfig) -> Plan:
+    """The best homes under settings that are fixed but for them."""
     problem = request.problem_of(config)
-    profile = request.profile_of(config.micro_batch_size or request.batch_size)
+    profile = request.profile_of(_slice_size(request, config))
     kind = _kind(request, config, problem)
-    limits = limits_on(request.machine, config, max(activation_bytes(profile, kind).values()))
-    choices = choices_of(config)
-    announced = problem.announced(choices, limits).with_cache()
-    kind = replace(kind, schedule=_schedule(config, announced))
-    homes = homes_of(announced)
+    wish = _wish(request, problem, profile, kind)
+
+    def kind_of(plan: AnnouncedPlan) -> StepKind:
+        return replace(kind, schedule=_schedule(config, plan))
+
+    def least_seconds(plan: AnnouncedPlan) -> float:
+        return floor_seconds(plan, profile, wish.speeds, kind_of(plan))
+
+    best = sorted(candidates(wish), key=least_seconds)[:_MOST_RUN_ON_PAPER]
+    if not best:
+        raise shortfall(wish)
+    announced = min(best, key=lambda plan: simulate_step(plan, profile, wish.speeds, kind_of(plan)).seconds)
+    kind, homes = kind_of(announced), homes_of(announced)
     return Plan(
         machine=request.machine,
         model=profile,
         announced=announced,
         kind=kind,
-        settings=settings_of(homes),
+        settings=_settings(request, config, homes, kind),
         homes=homes,
         estimate=estimate(announced, profile, request.machine, kind, baseline_bytes=request.baseline_bytes),
-        reasons=(),
+        reasons=reasons_of(problem, homes, announced, least_seconds),
     )
+
+
+def _slice_size(request: Request, config: OffloadConfig) -> int:
+    return config.micro_batch_size if isinstance(config.micro_batch_size, int) else request.batch_size
+
+
+def _wish(request: Request, problem: PlacementProblem, profile: ModelProfile, kind: StepKind) -> Wish:
+    speeds = speeds_of(request.machine)
+    forward_seconds, backward_seconds = compute_seconds(profile, kind, speeds)
+    shares_host = request.machine.device.shares_host_memory
+    tiers = [] if shares_host else [TierName.DEVICE]
+    tiers += [TierName.HOST, *([TierName.NVME] if problem.config.nvme_paths else [])]
+    return Wish(
+        problem=problem,
+        limits=limits_on(request.machine, problem.config, max(activation_bytes(profile, kind).values())),
+        speeds=speeds,
+        kind=kind,
+        order=[work.name for work in profile.units],
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+        tiers=tiers,
+    )
+
+
+def _schedule(config: OffloadConfig, plan: AnnouncedPlan) -> Schedule:
+    """As a run chooses it, where clipping does not fire."""
+    if config.update != "auto":
+        return Schedule(config.update)
+    if not plan.placement.update_uses_other_resources:
+        return Schedule.AFTER_BACKWARD
+    return Schedule.DURING_BACKWARD if may_go_ahead(plan.placement) else Schedule.UNDER_NEXT_FORWARD
 
 
 def limits_on(machine: MachineProfile, config: OffloadConfig, activations_nbytes: int) -> Limits:
@@ -157,23 +244,34 @@ def _shortest(of_units: Mapping[str, TierName]) -> str | dict[str, str]:
     return {**others, "*": usual.value}
 
 
+def _settings(request: Request, config: OffloadConfig, homes: Mapping[str, Homes], kind: StepKind) -> dict[str, Any]:
+    """What the plan chose."""
+    found: dict[str, Any] = settings_of(homes)
+    for name in ("moments", "micro_batch_size", "activations"):
+        if getattr(config, name) != getattr(request.config, name):
+            found[name] = getattr(config, name)
+    if config.nvme_paths != request.config.nvme_paths and (
+        TierName.NVME in _tiers(homes) or config.keeps_activations_on_nvme
+    ):
+        found["nvme_paths"] = tuple(str(path) for path in config.nvme_paths)
+    if request.config.update == "auto":
+        found["update"] = kind.schedule.value
+    return found
+
+
+def _tiers(homes: Mapping[str, Homes]) -> set[TierName]:
+    return {tier for of_unit in homes.values() for tier in (of_unit.params, of_unit.optimizer, of_unit.gradients)}
+
+
 def _kind(request: Request, config: OffloadConfig, problem: PlacementProblem) -> StepKind:
-    size = config.micro_batch_size
-    if size is not None and request.batch_size % size:
+    size = _slice_size(request, config)
+    if request.batch_size % size:
         raise ConfigError(f"a batch of {request.batch_size} is no multiple of micro_batch_size, {size}")
+    hides = config.nvme_paths or not problem.reach.device_shares_host
     return StepKind(
-        schedule=Schedule.AFTER_BACKWARD,
+        schedule=Schedule.UNDER_NEXT_FORWARD if hides else Schedule.AFTER_BACKWARD,
         accumulation=config.accumulation_steps or 1,
         computed_again=request.computed_again | frozenset(problem.block_inputs.homes),
-        num_slices=1 if size is None else request.batch_size // size,
+        num_slices=request.batch_size // size,
         clips=request.clips,
     )
-
-
-def _schedule(config: OffloadConfig, plan: AnnouncedPlan) -> Schedule:
-    """As a run chooses it, where clipping does not fire."""
-    if config.update != "auto":
-        return Schedule(config.update)
-    if not plan.placement.update_uses_other_resources:
-        return Schedule.AFTER_BACKWARD
-    return Schedule.DURING_BACKWARD if may_go_ahead(plan.placement) else Schedule.UNDER_NEXT_FORWARD

@@ -242,22 +242,29 @@ class Placement:
         states = [state for unit in self.units for flat in unit.flats for state in flat.states()]
         return sum(host_buffer_nbytes(state.layout.memory_nbytes) for state in states if state.num_sharers > 1)
 
-    def fixed_claims(self) -> list[Claim]:
-        """Homes and staging rings: what does not depend on the budgets."""
+    def home_claims(self) -> list[Claim]:
+        """What states take at home, and their copies."""
         totals: dict[tuple[TierName, str], int] = {}
         for unit in self.units:
             for flat in unit.flats:
                 for state in flat.states():
                     for tier, holder, nbytes in self._blocks(state):
                         totals[tier, holder] = totals.get((tier, holder), 0) + nbytes
-        totals[TierName.HOST, "staging ring"] = ring_nbytes(NUM_STAGING_SLOTS, self.slot_nbytes)
-        totals[TierName.HOST, "parameter staging"] = ring_nbytes(NUM_PARAMETER_SLOTS, self.param_slot_nbytes)
-        totals[TierName.HOST, "gradient staging"] = ring_nbytes(self.num_gradient_slots, self.gradient_slot_nbytes)
+        return [Claim(tier, holder, nbytes) for (tier, holder), nbytes in totals.items() if nbytes]
+
+    def fixed_claims(self) -> list[Claim]:
+        """Homes and staging rings: what does not depend on the budgets."""
+        claims = [
+            *self.home_claims(),
+            Claim(TierName.HOST, "staging ring", ring_nbytes(NUM_STAGING_SLOTS, self.slot_nbytes)),
+            Claim(TierName.HOST, "parameter staging", ring_nbytes(NUM_PARAMETER_SLOTS, self.param_slot_nbytes)),
+            Claim(TierName.HOST, "gradient staging", ring_nbytes(self.num_gradient_slots, self.gradient_slot_nbytes)),
+        ]
         if self.commits_steps:
-            totals[TierName.HOST, JOURNAL_HOLDER] = record_capacity(self.num_kept_chunks)
-            totals[TierName.NVME, JOURNAL_HOLDER] = NUM_RECORDS * record_capacity(self.num_kept_chunks)
-        fixed = [Claim(tier, holder, nbytes) for (tier, holder), nbytes in totals.items() if nbytes]
-        return [*fixed, *self.block_inputs.claims]
+            record_nbytes = record_capacity(self.num_kept_chunks)
+            claims.append(Claim(TierName.HOST, JOURNAL_HOLDER, record_nbytes))
+            claims.append(Claim(TierName.NVME, JOURNAL_HOLDER, NUM_RECORDS * record_nbytes))
+        return [*(claim for claim in claims if claim.nbytes), *self.block_inputs.claims]
 
     def _blocks(self, state: StatePlacement) -> list[tuple[TierName, str, int]]:
         blocks = [(state.tier, state.holder, self.reach.home_nbytes(state))]
@@ -415,6 +422,13 @@ def home_tier(choice: TierChoice | UnitHomes, unit_name: str) -> TierName:
     else:
         tier = choice
     return TierName.HOST if tier == "auto" else TierName(tier)
+
+
+def is_auto(choice: TierChoice | UnitHomes, unit_name: str) -> bool:
+    """Whether a choice leaves the home of a unit to a plan."""
+    if isinstance(choice, dict):
+        return next((home for pattern, home in choice.items() if fnmatchcase(unit_name, pattern)), "auto") == "auto"
+    return choice == "auto"
 
 
 def _check_patterns(choices: TierChoices, names: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zerooffload.config import OffloadConfig, TierName
-from zerooffload.planner.admission import AnnouncedPlan, Limits, announce, fit
+from zerooffload.planner.admission import AnnouncedPlan, Limits, Misfit, announce, fit
 from zerooffload.planner.block_inputs import place_block_inputs
 from zerooffload.planner.placement import (
     BlockInputs,
@@ -77,15 +77,16 @@ class PlacementProblem:
         limits = replace(limits, spare_host_bytes=self.checkpoint_nbytes(placement))
         return self._fitted(placement, limits) or announce(placement, limits, choices, self.placed)
 
-    def fitted(self, choices: TierChoices, limits: Limits) -> AnnouncedPlan | None:
-        """As `announced`; None if it does not fit."""
+    def fitted(self, choices: TierChoices, limits: Limits) -> AnnouncedPlan | Misfit:
+        """As `announced`, or why it does not fit."""
         placement = self.placed(choices)
         limits = replace(limits, spare_host_bytes=self.checkpoint_nbytes(placement))
         return self._fitted(placement, limits) or fit(placement, limits)
 
     def _fitted(self, placement: Placement, limits: Limits) -> AnnouncedPlan | None:
         if self.config.atomic_steps and self.config.update in ("auto", "during_backward"):
-            return fit(with_second_places(placement), limits)
+            plan = fit(with_second_places(placement), limits)
+            return plan if isinstance(plan, AnnouncedPlan) else None
         return None
 
 
@@ -105,7 +106,7 @@ def block_inputs_of(
         config.activations,
         {TierName(tier): nbytes for tier, nbytes in config.activation_memory.items()},
         reach,
-        in_slices=[unit.name for unit in found if unit.is_block or unit.is_head] if config.micro_batch_size else [],
+        in_slices=[unit.name for unit in found if unit.is_block or unit.is_head] if config.slice_size else [],
     )
 
 

@@ -37,14 +37,14 @@ def slice_blocks(
     run: Run, found: Sequence[UnitModules], config: OffloadConfig, resources: Resources, parts: Parts
 ) -> None:
     """Let the blocks of a run whose inputs have a home run in slices, until it is closed."""
-    run.micro_batch_size = config.micro_batch_size
+    run.micro_batch_size = config.slice_size
     homes = resources.plan.placement.block_inputs.homes
     if not homes:
         return
     resources.block_inputs = store = ActivationStore(resources, parts)
     declared = {name: Rule(rule) for name, rule in config.slice_rules.items()}
     slicing = Slicing(
-        micro_batch_size=config.micro_batch_size,
+        micro_batch_size=config.slice_size,
         declared=declared,
         accelerator=parts.accelerator,
         between_slices=store.advance,

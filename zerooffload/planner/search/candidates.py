@@ -1,0 +1,164 @@
+"""Homes that are worth a closer look: some that the search counts as best, and the plain ones. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from zerooffload.config import TierName
+from zerooffload.planner.admission import AnnouncedPlan, Limits, Misfit
+from zerooffload.planner.cost import Schedule, Speeds, StepKind
+from zerooffload.planner.placement import TierChoices, UnitHomes, home_tier, is_auto
+from zerooffload.planner.plan import Homes
+from zerooffload.planner.problem import PlacementProblem, choices_of
+from zerooffload.planner.profiles import ModelProfile
+from zerooffload.planner.search.homes import Counts, HomeSearch, Setting
+from zerooffload.planner.search.kinds import TIERS, Kind, Vector, kinds_of
+
+_MOST_TRIES = 12
+"""Of shrinking the budgets until what does not depend on homes (rings, windows) has room beside them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """For what homes are wanted.
+
+    Attributes
+    ----------
+    problem : PlacementProblem
+    limits : Limits
+    speeds : Speeds
+    kind : StepKind
+    order : Sequence[str]
+        Names of the units in the order of their forwards.
+    forward_seconds, backward_seconds : float
+        Of compute, in each pass; 0 where it is not known.
+    tiers : Sequence[TierName]
+        Where "auto" may put a state.
+    """
+
+    problem: PlacementProblem
+    limits: Limits
+    speeds: Speeds
+    kind: StepKind
+    order: Sequence[str]
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    tiers: Sequence[TierName]
+
+
+def compute_seconds(model: ModelProfile, kind: StepKind, speeds: Speeds) -> tuple[float, float]:
+    """Of a forward and of a backward."""
+    forward = sum(speeds.compute_seconds(work.forward) for work in model.units) * kind.num_slices
+    again = sum(speeds.compute_seconds(work.forward) for work in model.units if work.name in kind.computed_again)
+    backward = sum(speeds.compute_seconds(work.backward) for work in model.units) + again
+    return forward, backward * kind.num_slices
+
+
+def candidates(wish: Wish) -> Iterator[AnnouncedPlan]:
+    """Plans that fit, each with other homes."""
+    seen: list[TierChoices] = []
+    for choices in all_choices(wish):
+        if choices in seen:
+            continue
+        seen.append(choices)
+        plan = wish.problem.fitted(choices, wish.limits)
+        if isinstance(plan, AnnouncedPlan):
+            yield plan.with_cache()
+
+
+def all_choices(wish: Wish) -> Iterator[TierChoices]:
+    """Homes that may fit, the plain ones first."""
+    yield from _plain(wish)
+    if len(wish.tiers) > 1:
+        for doubled in (False, True) if _may_have_second_places(wish) else (False,):
+            found = _searched(wish, doubled=doubled)
+            if found is not None:
+                yield found
+
+
+def _plain(wish: Wish) -> Iterator[TierChoices]:
+    """Every state that is free in one tier; parameters and gradients in one, the optimizer in the next."""
+    for tier in wish.tiers:
+        yield _with_all_in(wish, Homes(params=tier, optimizer=tier, gradients=tier))
+    for near, far in zip(wish.tiers, wish.tiers[1:], strict=False):
+        yield _with_all_in(wish, Homes(params=near, optimizer=far, gradients=near))
+
+
+def _with_all_in(wish: Wish, homes: Homes) -> TierChoices:
+    choices = choices_of(wish.problem.config)
+    tiers = []
+    for choice, tier in (
+        (choices.params, homes.params),
+        (choices.optimizer, homes.optimizer),
+        (choices.gradients, homes.gradients),
+    ):
+        names = [layout.name for layout in wish.problem.layouts]
+        tiers.append(UnitHomes({name: tier if is_auto(choice, name) else home_tier(choice, name) for name in names}))
+    return TierChoices(*tiers)
+
+
+def _may_have_second_places(wish: Wish) -> bool:
+    config = wish.problem.config
+    return (
+        not wish.problem.reach.device_shares_host
+        and config.atomic_steps
+        and config.update in ("auto", "during_backward")
+    )
+
+
+def _searched(wish: Wish, *, doubled: bool) -> TierChoices | None:
+    kinds = kinds_of(wish.problem, wish.kind, wish.speeds, wish.order, tiers=wish.tiers, doubled=doubled)
+    setting = _setting(wish, doubled=doubled)
+    for _ in range(_MOST_TRIES):
+        counts = HomeSearch(kinds, setting).run()
+        if counts is None:
+            return None
+        choices = _spread(wish, kinds, counts)
+        plan = wish.problem.fitted(choices, wish.limits)
+        if isinstance(plan, AnnouncedPlan):
+            return choices
+        setting = replace(setting, limits=_without(setting.limits, plan, wish.limits))
+    return None
+
+
+def _setting(wish: Wish, *, doubled: bool) -> Setting:
+    shares_host = wish.problem.reach.device_shares_host
+    schedule = Schedule.DURING_BACKWARD if doubled else wish.kind.schedule
+    return Setting(
+        limits=np.array([float(wish.limits.of(tier)) for tier in TIERS]),
+        window_tier=TIERS.index(TierName.HOST if shares_host else TierName.DEVICE),
+        forward_seconds=wish.forward_seconds,
+        backward_seconds=wish.backward_seconds,
+        step=replace(wish.kind, schedule=schedule),
+        speeds=wish.speeds,
+        shares_host=shares_host,
+    )
+
+
+def _without(budgets: Vector, misfit: Misfit, limits: Limits) -> Vector:
+    less = budgets.copy()
+    less[TIERS.index(misfit.tier)] -= misfit.need_bytes - limits.of(misfit.tier)
+    return less
+
+
+def _spread(wish: Wish, kinds: Sequence[Kind], counts: Counts) -> TierChoices:
+    """Units of a kind with other homes lie between each other, so that a step asks evenly for each resource."""
+    homes: dict[str, Homes] = {}
+    for kind, count in zip(kinds, counts, strict=True):
+        given = np.zeros(len(count))
+        for number, name in enumerate(kind.units, 1):
+            behind = count * number / len(kind.units) - given
+            chosen = int(np.argmax(behind))
+            given[chosen] += 1
+            homes[name] = kind.costs[chosen].homes
+    plain = Homes(params=TierName.HOST, optimizer=TierName.HOST, gradients=TierName.HOST)
+    names = [layout.name for layout in wish.problem.layouts]
+    found = {name: homes.get(name, plain) for name in names}
+    return TierChoices(
+        UnitHomes({name: of.params for name, of in found.items()}),
+        UnitHomes({name: of.optimizer for name, of in found.items()}),
+        UnitHomes({name: of.gradients for name, of in found.items()}),
+    )
