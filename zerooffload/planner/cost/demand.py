@@ -8,7 +8,9 @@ from functools import reduce
 from operator import add
 
 from zerooffload.config import TierName
+from zerooffload.formats import round_up
 from zerooffload.planner.placement import FlatPlacement, Placement, StatePlacement, UnitPlacement
+from zerooffload.tiers import FILE_ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,11 +185,17 @@ def _leaving(flat: FlatPlacement, placement: Placement, *, is_first: bool) -> De
     return Demand(
         nvme_read=gradient.layout.total_file_nbytes if _is_far(gradient) and not is_first else 0.0,
         nvme_written=gradient.layout.total_file_nbytes if _is_far(gradient) else 0.0,
-        copy_out=0.0 if shares_host else coming,
+        copy_out=0.0 if shares_host else coming if straight else _staged_nbytes(flat, gradient),
         copy_in=0.0 if shares_host or gradient.tier is not TierName.DEVICE else held,
         reduced=_others_part(flat) * flat.layout.nbytes,
         host_traffic=held if straight else coming + held * (1 if is_first else 2),
     )
+
+
+def _staged_nbytes(flat: FlatPlacement, gradient: StatePlacement) -> int:
+    """Of gradients that come through staging slots: chunk by chunk, in whole file blocks."""
+    edges = (gradient.layout.chunk_range(chunk) for chunk in gradient.layout.chunks)
+    return sum(round_up((stop - start) * flat.layout.dtype.itemsize, FILE_ALIGNMENT_BYTES) for start, stop in edges)
 
 
 def _num_own(flat: FlatPlacement) -> int:

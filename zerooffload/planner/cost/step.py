@@ -255,8 +255,16 @@ class _Steps:
         return found
 
     def _kept_parts(self, plan: AnnouncedPlan) -> dict[str, float]:
-        """Of each unit's chunks, the part that stays in host memory from one update to the next."""
-        left, parts = plan.num_cached_slots, {}
+        """Of each unit's chunks, the part that stays in host memory from one update to the next.
+
+        See [Note: the ring is the host's cache] in tiers/staging.py: all slots hold what is updated last, if the next
+        update comes back the same way, or if all chunks find one.
+        """
+        goes_round = self._kind.schedule is not Schedule.AFTER_BACKWARD
+        num_staged = plan.placement.num_staged_chunks
+        num_slots = plan.num_cached_slots + NUM_STAGING_SLOTS
+        left = plan.num_cached_slots if goes_round and num_staged > num_slots else num_slots
+        parts = {}
         for name in [*self._order, *self._demands]:
             num_chunks = self._demands[name].num_chunks
             if name not in parts and num_chunks and self._demands[name].staged_nbytes:
@@ -307,7 +315,7 @@ class _Steps:
         name = arrival.unit
         unit, is_first = self._demands[name], name not in self._come
         demand = unit.first_arrival if is_first else unit.arrival
-        kept = self._kept_part.get(name, 0.0) if is_first and self._kind.schedule is not Schedule.AFTER_BACKWARD else 0
+        kept = self._kept_part.get(name, 0.0) if is_first else 0.0
         demand = replace(demand, nvme_read=demand.nvme_read * (1 - kept))
         self._come.add(name)
         self.moved += demand
