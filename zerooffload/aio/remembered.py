@@ -6,14 +6,13 @@ import contextlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from zerooffload import __version__
 from zerooffload.aio.setups import SETUPS, Setup
-from zerooffload.machine import cache_folder
+from zerooffload.machine import cache_folder, write_whole
 
 _MOST_DRIVES = 64
 
@@ -34,15 +33,7 @@ def remember(folder: Path, rates: Mapping[Setup, float]) -> None:
     file = _file()
     with contextlib.suppress(OSError):
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A new file (of mode 0600) in its place: another process sees the old one or this, and never a part.
-        fd, name = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-        try:
-            with os.fdopen(fd, "w", encoding="utf-8") as stream:
-                json.dump(contents, stream)
-            Path(name).replace(file)
-        except BaseException:
-            Path(name).unlink()
-            raise
+        write_whole(file, json.dumps(contents), mode=0o600)
 
 
 def _file() -> Path:

@@ -43,6 +43,6 @@ def number_in(path: Path) -> int | None:
 def lines_of(path: Path) -> list[str]:
     """The lines of a small file of the kernel's, none if it cannot be read."""
     try:
-        return path.read_text(encoding="ascii").splitlines()
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []

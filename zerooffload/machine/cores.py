@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,13 @@ from pathlib import Path
 from zerooffload.machine.cgroups import CGROUP_ROOT, MEMBERSHIP, cgroup_folders, lines_of, number_in
 
 _TOPOLOGY = Path("/sys/devices/system")
+_CPUS = Path("/proc/cpuinfo")
+
+
+def cpu_name() -> str:
+    """The CPU's model, or what is known of it."""
+    names = (line.partition(":")[2].strip() for line in lines_of(_CPUS) if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
 
 
 def usable_cores() -> int:

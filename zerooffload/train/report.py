@@ -14,6 +14,7 @@ import torch
 
 from zerooffload import __version__, native
 from zerooffload.errors import ConfigError, InternalError
+from zerooffload.machine import cpu_name, write_whole
 from zerooffload.telemetry import StepPicture
 from zerooffload.train.html_report import html_report
 from zerooffload.train.loop import TrainingResult
@@ -76,7 +77,6 @@ def write_report(path: Path, result: TrainingResult, last_step: StepPicture | No
     ConfigError
         If it cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     if not is_page(path):
         text = json.dumps(run_report(result), indent=1) + "\n"
     elif last_step is None:
@@ -84,17 +84,15 @@ def write_report(path: Path, result: TrainingResult, last_step: StepPicture | No
     else:
         text = html_report(result, last_step, machine())
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        write_whole(path, text)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ConfigError(f"cannot write the report {path}: {error.strerror}") from error
 
 
 def machine() -> dict[str, Any]:
     """What the run ran on."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "architecture": platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": int(psutil.virtual_memory().total),
@@ -106,15 +104,6 @@ def machine() -> dict[str, Any]:
         "zerooffload": __version__,
         "kernel": native.module.active_target() if native.available else "torch",
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
 
 
 def _step(record: Any) -> dict[str, Any]:

@@ -130,22 +130,6 @@ def test_a_folder_without_direct_io_is_a_note(
     assert not caplog.records
 
 
-def test_the_nearest_mount_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "with space"
-    folder.mkdir()
-    escaped = str(folder).replace(" ", "\\040")
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(
-        "1 0 8:1 / / rw - ext4 /dev/root rw\n"
-        f"2 1 0:5 / {escaped} rw,nosuid shared:1 - tmpfs memory rw\n"
-        "3 1 0:6 / /elsewhere rw - nfs4 server:/x rw\n"
-    )
-    monkeypatch.setattr(storage, "_MOUNTS", mounts)
-    assert storage.file_system(folder) == ("tmpfs", "memory")
-    assert storage.file_system(tmp_path) == ("ext4", "/dev/root")
-    assert storage._file_system("path", folder).verdict is Verdict.NOTE
-
-
 def test_huge_pages_that_are_off_are_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = tmp_path / "enabled"
     setting.write_text("always madvise [never]\n")

@@ -18,11 +18,11 @@ from zerooffload.aio.uring import UringEngine
 from zerooffload.cli.doctor.finding import Finding, Verdict
 from zerooffload.errors import TierIOError
 from zerooffload.formats import MIB, format_bytes
+from zerooffload.machine import file_system, rotates
 
 _BLOCK_BYTES = 4096
 _RING_BYTES = 48 * MIB
 """What a run's staging ring takes, and wants registered."""
-_MOUNTS = Path("/proc/self/mountinfo")
 _IN_MEMORY = ("tmpfs", "ramfs")
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre")
 
@@ -48,35 +48,12 @@ def _file_system(subject: str, path: Path) -> Finding:
         return Finding(subject, value, Verdict.NOTE, "this is host memory, not a drive: name a folder on a drive")
     if kind in _REMOTE:
         return Finding(subject, value, Verdict.NOTE, "this is a network's file system: a local drive is faster")
-    if _rotates(path):
+    if rotates(path):
         advice = (
             "the drive says that it rotates, as virtual ones often do; if it is true, a solid-state drive is faster"
         )
         return Finding(subject, value, Verdict.NOTE, advice)
     return Finding(subject, value)
-
-
-def file_system(path: Path) -> tuple[str, str]:
-    """Type and device of what is mounted at the nearest mount point above `path`."""
-    best, found = -1, ("unknown", "unknown")
-    target = path.resolve()
-    for line in _lines(_MOUNTS):
-        mount, _, source = line.partition(" - ")
-        # Spaces in a mount point are written as \040.
-        point = Path(mount.split(" ")[4].encode().decode("unicode_escape"))
-        # A later line covers an earlier one at the same place.
-        if target.is_relative_to(point) and len(point.parts) >= best:
-            best, found = len(point.parts), (source.split(" ")[0], source.split(" ")[1])
-    return found
-
-
-def _rotates(path: Path) -> bool:
-    number = path.stat().st_dev
-    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-    for queue in (device / "queue", device.resolve().parent / "queue"):
-        if _lines(queue / "rotational"):
-            return _lines(queue / "rotational") == ["1"]
-    return False
 
 
 def _direct_io(subject: str, path: Path) -> Finding:
@@ -126,10 +103,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return []
