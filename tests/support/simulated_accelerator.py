@@ -167,8 +167,9 @@ class SimulatedAccelerator:
         """Page-aligned host memory."""
         return populated_pages(nbytes)
 
-    def pin(self, memory: torch.Tensor) -> None:
+    def pin(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - the protocol's
         """Host memory is host memory."""
+        return True
 
     def record(self, stream: Stream) -> Event:
         """A point of compute is a new one each time."""

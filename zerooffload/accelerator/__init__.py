@@ -4,13 +4,14 @@ Everything above speaks to the `Accelerator` protocol; a simulated one stands in
 """
 
 from zerooffload.accelerator.api import Accelerator, DeviceRange, Event, Mark, Stream
-from zerooffload.accelerator.choose import default_accelerator
+from zerooffload.accelerator.choose import DeviceModel, default_accelerator, device_models
 from zerooffload.accelerator.cuda import cached_block_nbytes
 from zerooffload.accelerator.pages import PageRange, host_buffer_nbytes, populated_pages
 from zerooffload.accelerator.shared_pages import SharedAddress, SharedPages, shared_part_nbytes
 
 __all__ = [
     "Accelerator",
+    "DeviceModel",
     "DeviceRange",
     "Event",
     "Mark",
@@ -20,6 +21,7 @@ __all__ = [
     "Stream",
     "cached_block_nbytes",
     "default_accelerator",
+    "device_models",
     "host_buffer_nbytes",
     "populated_pages",
     "shared_part_nbytes",

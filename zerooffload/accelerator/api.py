@@ -106,8 +106,11 @@ class Accelerator(Protocol):
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Host memory for transfers: uint8, 1D, page-aligned, resident, and pinned where the device profits."""
 
-    def pin(self, memory: torch.Tensor) -> None:
-        """Pin page-aligned host memory that was not made by `host_buffer`, uint8, 1D, where the device profits."""
+    def pin(self, memory: torch.Tensor) -> bool:
+        """Pin page-aligned host memory that was not made by `host_buffer`, uint8, 1D, where the device profits.
+
+        False if it would and could not: copies from and to it are right, only slower and not asynchronous.
+        """
 
     def record(self, stream: Stream) -> Event:
         """The point that `stream` has been given work up to."""

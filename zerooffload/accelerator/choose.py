@@ -1,11 +1,36 @@
-"""Which device computes."""
+"""Which device computes, and what there is."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from zerooffload.accelerator.api import Accelerator
 from zerooffload.accelerator.cpu import CpuAccelerator
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """What a device is.
+
+    Attributes
+    ----------
+    name : str
+    memory_bytes : int
+        All of its memory.
+    """
+
+    name: str
+    memory_bytes: int
+
+
+def device_models() -> list[DeviceModel]:
+    """The devices with memory of their own that ranks can compute on; none where the CPU computes."""
+    if not torch.cuda.is_available():
+        return []
+    found = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+    return [DeviceModel(gpu.name, gpu.total_memory) for gpu in found]
 
 
 def default_accelerator() -> Accelerator:

@@ -63,8 +63,9 @@ class CpuAccelerator:
         """Resident pages; there is no device to pin them for."""
         return populated_pages(nbytes)
 
-    def pin(self, memory: torch.Tensor) -> None:
+    def pin(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - the protocol's
         """There is no device to pin it for."""
+        return True
 
     def record(self, stream: Stream) -> Event:  # noqa: ARG002 - all streams are one
         """All queues are up to date."""

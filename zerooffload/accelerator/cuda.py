@@ -151,15 +151,16 @@ class CudaAccelerator:
         self.pin(memory)
         return memory
 
-    def pin(self, memory: torch.Tensor) -> None:
+    def pin(self, memory: torch.Tensor) -> bool:
         """Register its pages."""
         # On a thread that has used no device yet, the current one is the first of the machine, not this one.
         with torch.cuda.device(self.device):
             nbytes = host_buffer_nbytes(memory.numel())
-            status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)
-            if int(status) != 0:
-                # Not an error: copies from unpinned memory are right, only slower and not asynchronous.
+            is_pinned = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)) == 0
+            if not is_pinned:
+                # Not an error, so it is not to be found by who asks for errors next.
                 torch.cuda.cudart().cudaGetLastError()
+            return is_pinned
 
     def record(self, stream: Stream) -> Event:
         """An event at the end of what `stream` has been given."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from zerooffload.accelerator import device_models
 from zerooffload.cli.doctor.finding import Finding, Verdict
 from zerooffload.formats import GIB, MIB, format_bytes
 from zerooffload.machine import (
@@ -103,9 +104,8 @@ def _huge_pages() -> Finding:
 
 
 def _gpu() -> Finding:
-    if torch.cuda.is_available():
-        names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        return Finding("GPU", "; ".join(f"{gpu.name}, {format_bytes(gpu.total_memory)}" for gpu in names))
+    if found := device_models():
+        return Finding("GPU", "; ".join(f"{gpu.name}, {format_bytes(gpu.memory_bytes)}" for gpu in found))
     if torch.version.cuda is None:
         return Finding("GPU", "none in use: this torch is a CPU build; training runs on the CPU")
     return Finding("GPU", "none found; training runs on the CPU", Verdict.NOTE, "with a GPU there, check nvidia-smi")
