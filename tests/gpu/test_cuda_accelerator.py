@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from zerooffload.accelerator import Accelerator, cuda
+from zerooffload.accelerator import Accelerator, cuda, populated_pages
 from zerooffload.accelerator.cuda import CudaAccelerator
 from zerooffload.formats import MIB
 
@@ -134,6 +134,19 @@ def test_host_buffers_are_pinned_and_of_the_exact_size(accelerator: CudaAccelera
     assert buffer.numel() == 3 * MIB + 4096
     assert buffer.data_ptr() % 4096 == 0
     assert buffer.is_pinned()
+
+
+def test_memory_is_pinned_and_let_go(accelerator: CudaAccelerator) -> None:
+    memory = populated_pages(NBYTES)
+    assert not memory.is_pinned()
+    assert accelerator.pin(memory)
+    assert memory.is_pinned()
+    # Twice is refused, and no error is left for who asks next.
+    assert not accelerator.pin(memory)
+    accelerator.unpin(memory)
+    assert not memory.is_pinned()
+    assert accelerator.pin(memory)
+    accelerator.unpin(memory)
 
 
 def test_a_mark_tells_when_the_stream_passed_it_on_the_hosts_clock(accelerator: CudaAccelerator) -> None:

@@ -171,6 +171,9 @@ class SimulatedAccelerator:
         """Host memory is host memory."""
         return True
 
+    def unpin(self, memory: torch.Tensor) -> None:
+        """And stays so."""
+
     def record(self, stream: Stream) -> Event:
         """A point of compute is a new one each time."""
         _refuse_hidden_thread()

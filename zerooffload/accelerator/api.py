@@ -112,6 +112,9 @@ class Accelerator(Protocol):
         False if it would and could not: copies from and to it are right, only slower and not asynchronous.
         """
 
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Take back what `pin` did; nothing may be on its way from or to that memory."""
+
     def record(self, stream: Stream) -> Event:
         """The point that `stream` has been given work up to."""
 

@@ -67,6 +67,9 @@ class CpuAccelerator:
         """There is no device to pin it for."""
         return True
 
+    def unpin(self, memory: torch.Tensor) -> None:
+        """It never was."""
+
     def record(self, stream: Stream) -> Event:  # noqa: ARG002 - all streams are one
         """All queues are up to date."""
         return PassedEvent()

@@ -162,6 +162,11 @@ class CudaAccelerator:
                 torch.cuda.cudart().cudaGetLastError()
             return is_pinned
 
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Let its pages go."""
+        with torch.cuda.device(self.device):
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+
     def record(self, stream: Stream) -> Event:
         """An event at the end of what `stream` has been given."""
         if not isinstance(stream, CudaStream):

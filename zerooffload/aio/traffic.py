@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import time
@@ -112,11 +113,21 @@ class Traffic:
         return engine.submit_write(self._file, extent * self._extent_bytes, buffer)
 
 
+class _UnnamedFile(OpenFile):
+    """One whose path only tells where it is."""
+
+    def reopen(self, path: str, flags: int) -> int:  # noqa: ARG002 - leads nowhere
+        """See `OpenFile`."""
+        return super().reopen(f"/proc/self/fd/{self.fd}", flags)
+
+
 def _scratch_file(folder: Path) -> OpenFile:
+    if not hasattr(os, "O_DIRECT"):
+        raise OSError(errno.EINVAL, "this system has no direct I/O")
     fd, name = tempfile.mkstemp(prefix=".zerooffload-probe-", dir=folder)
     try:
         os.close(fd)
-        return OpenFile(Path(name), os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC), direct=True)
+        return _UnnamedFile(Path(name), os.open(name, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC), direct=True)
     finally:
         # It lives as long as it is open.
         Path(name).unlink()

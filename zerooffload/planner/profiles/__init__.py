@@ -7,6 +7,7 @@ from zerooffload.planner.profiles.machine import (
     MachineProfile,
     MixedRate,
     read_machine,
+    write_machine,
 )
 from zerooffload.planner.profiles.model import ModelProfile, PassWork, UnitWork
 
@@ -20,4 +21,5 @@ __all__ = [
     "PassWork",
     "UnitWork",
     "read_machine",
+    "write_machine",
 ]

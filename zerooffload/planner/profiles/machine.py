@@ -37,6 +37,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from zerooffload.config import ByteCount, describe_validation_error
 from zerooffload.errors import ConfigError
 from zerooffload.formats import parse_bytes
+from zerooffload.machine import write_whole
 
 
 def _rate(value: Any) -> Any:
@@ -235,3 +236,17 @@ def read_machine(path: str | Path) -> MachineProfile:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} is no machine profile: zerooffload calibrate makes one")
     return MachineProfile.from_mapping(values, f"machine profile {path}")
+
+
+def write_machine(path: Path, profile: MachineProfile) -> None:
+    """Write a profile as JSON, for `read_machine`; the file is there whole or as it was.
+
+    Raises
+    ------
+    ConfigError
+        If it cannot be written.
+    """
+    try:
+        write_whole(path, profile.model_dump_json(indent=1, exclude_none=True) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write the machine profile {path}: {error.strerror}") from error
