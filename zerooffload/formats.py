@@ -61,6 +61,17 @@ def format_bytes(num_bytes: int) -> str:
     return f"{value:.2f} {unit}" if abs(value) < 100 else f"{value:.0f} {unit}"
 
 
+def format_rate(per_second: float, unit: str = "B") -> str:
+    """An amount a second with a decimal prefix and three digits: "3.32 GB/s", "65.7 TFLOP/s"."""
+    prefixes = iter(("", "k", "M", "G", "T"))
+    prefix = next(prefixes)
+    while per_second >= 999.5 and prefix != "T":
+        per_second /= 1000
+        prefix = next(prefixes)
+    digits = max(0, 2 - len(str(int(per_second))) + 1)
+    return f"{per_second:.{digits}f} {prefix}{unit}/s"
+
+
 def format_seconds(seconds: float) -> str:
     """A duration: "850 us", "12.3 ms", "4.56 s", "3 min 20 s", "2 h 05 min"."""
     if seconds < 1e-3:

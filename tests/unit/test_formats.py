@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerooffload.formats import format_bytes, format_seconds, parse_bytes, round_up
+from zerooffload.formats import format_bytes, format_rate, format_seconds, parse_bytes, round_up
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,22 @@ def test_a_formatted_count_is_within_a_hundredth_of_what_was_meant(nbytes: int) 
 )
 def test_byte_counts_have_three_digits_and_a_unit(nbytes: int, text: str) -> None:
     assert format_bytes(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [
+        (0.5, "0.50 B/s"),
+        (12.34, "12.3 B/s"),
+        (999.6, "1.00 kB/s"),
+        (3.316e9, "3.32 GB/s"),
+        (65.68e12, "65.7 TB/s"),
+        (2.5e15, "2500 TB/s"),
+    ],
+)
+def test_rates_have_three_digits_and_a_decimal_prefix(rate: float, text: str) -> None:
+    assert format_rate(rate) == text
+    assert format_rate(rate, "FLOP") == text.replace("B/s", "FLOP/s")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,11 @@ def _ends_for_users(context: typer.Context) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("interrupted: ended cleanly; steps that were committed can be resumed", file=sys.stderr)
+        trained = context.command.name in ("train", "resume")
+        print(
+            "interrupted: ended cleanly" + ("; steps that were committed can be resumed" if trained else ""),
+            file=sys.stderr,
+        )
         raise typer.Exit(EXIT_INTERRUPTED) from None
     except InternalError:
         raise
@@ -151,6 +155,27 @@ def export(
 
     with _ends_for_users(context):
         export_from(run, set_ or [], Output(folder, dtype and dtype.value, max_shard_size, overwrite=overwrite))
+
+
+@app.command()
+def calibrate(
+    context: typer.Context,
+    *,
+    path: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="A folder for the nvme tier, one for each drive."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="The profile. Default: where plans look for it."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the profile.")] = False,
+) -> None:
+    """Measure how fast this machine is, in less than a minute, for plans."""
+    from zerooffload.cli.calibrate import calibrate_to  # noqa: PLC0415 - imports torch
+
+    with _ends_for_users(context):
+        calibrate_to(output, path or [], as_json=json)
 
 
 @app.command()
