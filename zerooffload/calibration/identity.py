@@ -33,4 +33,10 @@ def identity() -> dict[str, str]:
 
 
 def _cpu_target() -> str:
-    return native.module.active_target() if native.available else "torch operations"
+    if not native.available:
+        return "torch operations"
+    try:
+        return native.module.active_target()
+    except ValueError:
+        # One that was forced and is not there: kernels tell, when they are used.
+        return "unknown"

@@ -14,24 +14,26 @@ from rich.text import Text
 from zerooffload.cli.doctor.finding import Finding, Verdict
 from zerooffload.cli.doctor.hardware import hardware_findings
 from zerooffload.cli.doctor.kept_runs import kept_run_findings
+from zerooffload.cli.doctor.profile import profile_findings
 from zerooffload.cli.doctor.software import software_findings
 from zerooffload.cli.doctor.storage import storage_findings
 
 _STYLES = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}
 
 
-def findings(paths: Iterable[Path], kept: Sequence[Path]) -> Iterator[Finding]:
+def findings(paths: Sequence[Path], kept: Sequence[Path]) -> Iterator[Finding]:
     """All of them; of runs in `kept` nothing else."""
     if kept:
         yield from kept_run_findings(kept)
         return
     yield from software_findings()
     yield from hardware_findings()
+    yield from profile_findings(paths)
     for path in paths:
         yield from storage_findings(path)
 
 
-def print_findings(paths: Iterable[Path], kept: Sequence[Path], *, as_json: bool) -> bool:
+def print_findings(paths: Sequence[Path], kept: Sequence[Path], *, as_json: bool) -> bool:
     """Print them; whether there is a problem."""
     found = list(findings(paths, kept))
     has_problem = any(finding.verdict is Verdict.PROBLEM for finding in found)

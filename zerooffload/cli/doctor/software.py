@@ -61,5 +61,7 @@ def _cpu_target() -> Finding:
 def _io_engine() -> Finding:
     chosen = choose_engine()
     chosen.engine.close()
-    verdict = Verdict.OK if native.available else Verdict.NOTE
-    return Finding("I/O engine", f"{chosen.engine.name}: {chosen.reason}", verdict)
+    value = f"{chosen.engine.name}: {chosen.reason}"
+    if not native.available:
+        return Finding("I/O engine", value, Verdict.NOTE, "it needs the native module to be faster")
+    return Finding("I/O engine", value)

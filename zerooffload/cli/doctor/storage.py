@@ -17,12 +17,14 @@ from zerooffload.aio.files import create_file
 from zerooffload.aio.uring import UringEngine
 from zerooffload.cli.doctor.finding import Finding, Verdict
 from zerooffload.errors import TierIOError
-from zerooffload.formats import MIB, format_bytes
-from zerooffload.machine import file_system, rotates
+from zerooffload.formats import GIB, MIB, format_bytes
+from zerooffload.machine import drive_model, file_system, rotates
 
 _BLOCK_BYTES = 4096
 _RING_BYTES = 48 * MIB
 """What a run's staging ring takes, and wants registered."""
+_LITTLE_SPACE_BYTES = 24 * GIB
+"""A billion parameters."""
 _IN_MEMORY = ("tmpfs", "ramfs")
 _REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre")
 
@@ -34,7 +36,8 @@ def storage_findings(path: Path) -> Iterator[Finding]:
         yield Finding(subject, "not a folder", Verdict.PROBLEM, "create it, or name one on the drive")
         return
     yield _file_system(subject, path)
-    yield Finding(f"{subject}: space", f"{format_bytes(shutil.disk_usage(path).free)} free")
+    yield Finding(f"{subject}: drive", drive_model(path))
+    yield _space(f"{subject}: space", path)
     writing = _direct_io(f"{subject}: writing", path)
     yield writing
     if writing.verdict is not Verdict.PROBLEM:
@@ -54,6 +57,14 @@ def _file_system(subject: str, path: Path) -> Finding:
         )
         return Finding(subject, value, Verdict.NOTE, advice)
     return Finding(subject, value)
+
+
+def _space(subject: str, path: Path) -> Finding:
+    free = shutil.disk_usage(path).free
+    if free < _LITTLE_SPACE_BYTES:
+        advice = "states with committed steps take 24 bytes a parameter: free space, or name another folder"
+        return Finding(subject, f"{format_bytes(free)} free", Verdict.NOTE, advice)
+    return Finding(subject, f"{format_bytes(free)} free")
 
 
 def _direct_io(subject: str, path: Path) -> Finding:
