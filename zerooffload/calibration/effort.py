@@ -31,9 +31,9 @@ class Effort:
 
     rounds: int = 7
     turn_seconds: float = 0.15
-    drive_turn_seconds: float = 0.4
-    fill_seconds: float = 2.0
-    sustained_seconds: float = 4.0
+    drive_turn_seconds: float = 0.3
+    fill_seconds: float = 1.5
+    sustained_seconds: float = 2.5
     pin_seconds: float = 2.0
     array_bytes: int = 128 * MIB
     file_bytes: int = 4 * GIB
