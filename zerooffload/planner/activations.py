@@ -1,27 +1,15 @@
-"""What a step's activations and temporaries will take, found without memory for them.
-
-[Note: the forecast's run]
-The model is built and a step is run once, with floating-point tensors that know their storage but have no bytes
-(torch's fake tensors: on the meta device itself attention would go by another kernel than on a real device). Integer
-and boolean tensors are real: they are small, and models decide by their values which way to go. A storage counts from
-the operation that makes it until nothing refers to it any more, autograd included. Weights do not count, nor gradients
-at rest: the runtime takes each away as soon as autograd has finished it, so only the fresh one counts, while it lives.
-Memory that an operation uses inside itself is not seen.
-"""
+"""What a step's activations and temporaries will take, found without memory for them."""
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from zerooffload.planner.byteless import StorageTracker, run_without_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,100 +50,23 @@ def predict_activation_bytes(
     RuntimeError
         Whatever torch raises for a model whose way depends on computed floating-point values (routing by experts).
     """
-    tracker = _StorageTracker()
-    with torch.random.fork_rng(devices=[]), torch.device(device), _ByteLess(tracker):
-        model = build_model()
-        _let_gradients_go(model)
-        tracker.begin(model)
-        loss = run_step(model)
-        saved_bytes = tracker.live_bytes
-        loss.backward()
-    # Hooks and parameters refer to each other; what is left of the model should not wait for a collection.
-    del model, loss
-    gc.collect()
-    return ActivationForecast(peak_bytes=tracker.peak_bytes, saved_bytes=saved_bytes)
+    bytes_of_step = _BytesOfStep()
+    run_without_bytes(build_model, run_step, bytes_of_step, device=device)
+    return ActivationForecast(peak_bytes=bytes_of_step.tracker.peak_bytes, saved_bytes=bytes_of_step.saved_bytes)
 
 
-class _ByteLess(TorchDispatchMode):
-    """Runs each operation, on fake tensors as soon as a floating-point tensor takes part. See the note above."""
-
-    def __init__(self, tracker: _StorageTracker) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tracker = tracker
-        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            result = self._run_fake(func, args, kwargs)
-        elif tensors:
-            result = func(*args, **kwargs)
-        else:
-            # A factory; its result's dtype may follow from its arguments.
-            result = self._run_fake(func, args, kwargs)
-            if not any(leaf.is_floating_point() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
-                result = func(*args, **kwargs)
-        self._tracker.made(result)
-        return result
-
-    def _run_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
-        with self._fakes:
-            return func(*args, **kwargs)
-
-
-class _StorageTracker:
-    """Adds up the storages that are alive, each once however many tensors share it."""
+class _BytesOfStep:
+    """Watches storages alone."""
 
     def __init__(self) -> None:
-        self.live_bytes = 0
-        self.peak_bytes = 0
-        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._is_on = False
+        self.tracker = StorageTracker()
+        self.saved_bytes = 0
 
-    def begin(self, model: nn.Module) -> None:
-        """Count what is made from now on, but not what the model consists of."""
-        self._is_on = True
-        for tensor in _tensors_of(model):
-            storage = tensor.untyped_storage()
-            self._seen[id(storage)] = weakref.ref(storage)
+    def built(self, model: nn.Module) -> None:
+        self.tracker.begin(model)
 
-    def made(self, result: Any) -> None:
-        """Count the storages of an operation's results that are new."""
-        if not self._is_on:
-            return
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._count(leaf.untyped_storage())
+    def ran(self, _func: Any, _args: Any, _kwargs: Any, result: Any) -> None:
+        self.tracker.made(result)
 
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, nbytes = id(storage), storage.nbytes()
-        known = self._seen.get(key)
-        if known is not None and known() is storage:
-            return
-
-        def gone(ref: weakref.ref[torch.UntypedStorage]) -> None:
-            self.live_bytes -= nbytes
-            # Another storage may live at the same address by now.
-            if self._seen.get(key) is ref:
-                del self._seen[key]
-
-        self._seen[key] = weakref.ref(storage, gone)
-        self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-
-def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
-
-
-def _let_gradients_go(model: nn.Module) -> None:
-    """Drop each gradient when autograd has finished it, as the runtime does."""
-
-    def let_go(param: torch.Tensor) -> None:
-        param.grad = None
-
-    for param in model.parameters():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(let_go)
+    def turned(self) -> None:
+        self.saved_bytes = self.tracker.live_bytes

@@ -5,12 +5,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zerooffload.planner.activations import (
-    ActivationForecast,
-    _let_gradients_go,
-    _StorageTracker,
-    predict_activation_bytes,
-)
+from zerooffload.planner.activations import ActivationForecast, predict_activation_bytes
+from zerooffload.planner.byteless import StorageTracker, let_gradients_go
 
 BATCH, WIDTH, HIDDEN = 32, 8, 16
 
@@ -167,8 +163,8 @@ def test_it_equals_what_the_tensors_of_a_real_run_take() -> None:
 
     forecast = predict_activation_bytes(lambda: transformers.LlamaForCausalLM(config), step)
     model = transformers.LlamaForCausalLM(config)
-    _let_gradients_go(model)
-    tracker = _StorageTracker()
+    let_gradients_go(model)
+    tracker = StorageTracker()
     with Watching():
         tracker.begin(model)
         loss = step(model)
