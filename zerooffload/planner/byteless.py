@@ -79,13 +79,24 @@ class _ByteLess(TorchDispatchMode):
             result = self._run_fake(func, args, kwargs)
             if not any(leaf.is_floating_point() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
                 result = func(*args, **kwargs)
-        if self.watcher is not None:
+        if self.watcher is None:
+            # Parameters that are remembered by weak references cannot be converted (`.to(dtype)`, as adapters do).
+            self._fakes.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        else:
             self.watcher.ran(func, args, kwargs, result)
         return result
 
     def _run_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
         with self._fakes:
+            if func is torch.ops.aten._grouped_mm.default:
+                return _grouped_mm_of_any_dtype(func, *args, **kwargs)
             return func(*args, **kwargs)
+
+
+def _grouped_mm_of_any_dtype(func: Any, left: torch.Tensor, right: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Unlike the kernels, what fakes go by knows bf16 alone."""
+    result = func(left.to(torch.bfloat16), right.to(torch.bfloat16), *args, **kwargs)
+    return result.to(left.dtype)
 
 
 @dataclass(eq=False)

@@ -32,6 +32,29 @@ def test_one_layer_is_its_batch_its_output_and_one_gradient() -> None:
     assert forecast.peak_bytes == batch + output + 4
 
 
+def test_a_model_may_be_converted_when_it_is_built() -> None:
+    forecast = predict_activation_bytes(
+        lambda: OneLayer().to(torch.bfloat16), lambda model: model(torch.ones(BATCH, WIDTH, dtype=torch.bfloat16))
+    )
+    assert forecast.saved_bytes == BATCH * WIDTH * 2 + 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_products_keep_their_operands(dtype: torch.dtype) -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, WIDTH, HIDDEN, dtype=dtype))
+
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            ends = torch.tensor([8, 8, 24, BATCH], dtype=torch.int32)
+            return torch._grouped_mm(batch, self.weight, offs=ends).mul(2).sum()
+
+    forecast = predict_activation_bytes(Experts, lambda model: model(torch.ones(BATCH, WIDTH, dtype=dtype)))
+    # The batch, where each expert's rows end, and the loss.
+    assert forecast.saved_bytes == BATCH * WIDTH * dtype.itemsize + 4 * 4 + dtype.itemsize
+
+
 class Chain(nn.Module):
     """Squares in a row; each keeps its input [numel]."""
 
