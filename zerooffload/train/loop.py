@@ -23,6 +23,7 @@ from zerooffload.integrations.huggingface import (
     build_model,
     load_tokenizer,
     model_config,
+    next_token_loss,
     opened_model,
     random_model,
     slice_language_loss,
@@ -280,13 +281,6 @@ class _Loop:
         output = self._model(input_ids=inputs.to(device), labels=targets, shift_labels=targets)
         loss: torch.Tensor = output.loss
         return loss
-
-
-def next_token_loss(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of `targets` given `inputs`, both `[batch, sequence]`; 0-dim, fp32."""
-    device = next(model.parameters()).device
-    logits = model(input_ids=inputs.to(device)).logits
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten())
 
 
 @torch.no_grad()

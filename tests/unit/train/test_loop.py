@@ -9,10 +9,10 @@ from support.folders import leftovers
 
 import zerooffload as zo
 from zerooffload import BudgetError, ConfigError
-from zerooffload.integrations.huggingface import ByteTokenizer, ModelSource, random_model
+from zerooffload.integrations.huggingface import ByteTokenizer, ModelSource, next_token_loss, random_model
 from zerooffload.train import loop, train
 from zerooffload.train.data import BatchOrder, Windows, open_tokens
-from zerooffload.train.loop import Observer, StepRecord, evaluate, next_token_loss
+from zerooffload.train.loop import Observer, StepRecord, evaluate
 
 if TYPE_CHECKING:
     from collections.abc import Callable

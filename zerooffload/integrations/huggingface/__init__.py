@@ -1,5 +1,6 @@
 """Models and tokenizers of the Hugging Face libraries, which the extra `hf` installs."""
 
+from zerooffload.integrations.huggingface.losses import next_token_loss
 from zerooffload.integrations.huggingface.models import (
     ModelSource,
     build_model,
@@ -29,6 +30,7 @@ __all__ = [
     "load_pretrained",
     "load_tokenizer",
     "model_config",
+    "next_token_loss",
     "opened_model",
     "original_tokenizer",
     "prepare_smollm2",
