@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from zerooffload import ConfigError
-from zerooffload.integrations.huggingface import ModelSource, build_model, model_config, random_model, resolve_folder
+from zerooffload.integrations.huggingface import (
+    ModelSource,
+    build_model,
+    model_config,
+    random_model,
+    resolve_folder,
+    source_config,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,6 +69,23 @@ def test_a_hub_name_that_cannot_be_had_is_told(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match="no-such-owner/no-such-model"):
         resolve_folder("no-such-owner/no-such-model")
+
+
+def test_a_configuration_from_the_hub_comes_without_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_llama: dict[str, Any]
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    (tmp_path / "config.json").write_text(json.dumps(tiny_llama))
+    asked = []
+
+    def fetch(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    assert source_config(ModelSource(name="owner/model")).vocab_size == 257
+    source_config(ModelSource(name="owner/model", trust_remote_code=True))
+    assert asked == [("owner/model", ["config.json"]), ("owner/model", ["config.json", "*.py"])]
 
 
 def test_an_unknown_model_type_is_told() -> None:

@@ -10,6 +10,7 @@ from zerooffload.integrations.huggingface.models import (
     source_config,
 )
 from zerooffload.integrations.huggingface.pretrained import load_pretrained, opened_model
+from zerooffload.integrations.huggingface.profiling import LanguageModelProfiles, profile_language_model
 from zerooffload.integrations.huggingface.slicing import SLICE_RULES, slice_language_loss
 from zerooffload.integrations.huggingface.smollm2 import prepare_smollm2
 from zerooffload.integrations.huggingface.tokenizers import (
@@ -24,6 +25,7 @@ __all__ = [
     "SLICE_RULES",
     "ByteTokenizer",
     "HubTokenizer",
+    "LanguageModelProfiles",
     "ModelSource",
     "Tokenizer",
     "build_model",
@@ -34,6 +36,7 @@ __all__ = [
     "opened_model",
     "original_tokenizer",
     "prepare_smollm2",
+    "profile_language_model",
     "random_model",
     "resolve_folder",
     "slice_language_loss",

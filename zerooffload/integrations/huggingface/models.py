@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from zerooffload.errors import ConfigError
 from zerooffload.integrations.huggingface.gguf_llama import llama_config
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+_CONFIG_FILES = ["config.json"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +58,17 @@ def resolve_folder(name: str, *, trust_remote_code: bool = False) -> Path:
     ConfigError
         If there is no such folder, and no such model can be fetched.
     """
+    return _folder_with(_HUB_FILES, name, trust_remote_code=trust_remote_code)
+
+
+def _folder_with(files: Sequence[str], name: str, *, trust_remote_code: bool) -> Path:
+    """As above; of what the hub has only files that match one of the patterns."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ConfigError(f"model folder {folder} does not exist")
-    patterns = [*_HUB_FILES, "*.py"] if trust_remote_code else _HUB_FILES
+    patterns = [*files, "*.py"] if trust_remote_code else list(files)
     with transformers_errors(f"model {name!r} is no folder here, and could not be had from the hub"):
         from huggingface_hub import snapshot_download  # noqa: PLC0415 - an extra
 
@@ -75,7 +81,7 @@ def is_gguf(name: str) -> bool:
 
 
 def source_config(source: ModelSource) -> Any:
-    """The transformers configuration of the model, as it is published.
+    """The transformers configuration of the model, as it is published; from the hub nothing else is fetched.
 
     Raises
     ------
@@ -89,7 +95,7 @@ def source_config(source: ModelSource) -> Any:
             with GgufFile(Path(source.name).expanduser()) as file:
                 return AutoConfig.for_model(**llama_config(file))
         if source.name is not None:
-            folder = resolve_folder(source.name, trust_remote_code=source.trust_remote_code)
+            folder = _folder_with(_CONFIG_FILES, source.name, trust_remote_code=source.trust_remote_code)
             return AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
         if isinstance(source.config, Path):
             return AutoConfig.from_pretrained(source.config.expanduser())

@@ -43,9 +43,10 @@ class UnitWork:
     forward, backward : PassWork
         Backward without what is computed again.
     input_nbytes : int
-        What enters, and is kept where the unit is computed again.
+        What enters, and is kept where the unit is computed again. What enters several counts in the first.
     saved_nbytes : int
-        What autograd keeps between forward and backward, if it is not.
+        What autograd keeps between forward and backward, if it is not. What it keeps for several units, or for none,
+        counts where it was made.
     forward_peak_nbytes, backward_peak_nbytes : int
         The most that is alive inside, beside what other units have saved; the first counts what is saved here.
     """
@@ -69,7 +70,7 @@ class ModelProfile:
     batch_size, sequence_length : int
         Samples of a forward, and tokens of each; 1 for models without sequences.
     units : tuple[UnitWork, ...]
-        In the order of their forwards.
+        In the order of their first forwards, the root last.
     peak_nbytes, saved_nbytes : int
         Activations of the whole model: the most at the same time, and between forward and backward.
     """
