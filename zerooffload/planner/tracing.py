@@ -68,10 +68,11 @@ def trace_model(
     Raises
     ------
     ConfigError
-        If the model's way depends on values that are not there, or `units` match no module.
+        If the model's way depends on values that are not there, `units` match no module, or there is no such device.
     RuntimeError
         Whatever torch raises for operations that it cannot run on tensors without bytes.
     """
+    _refuse_missing(device)
     trace = _Trace(units)
     try:
         with saved_tensors_hooks(trace.saves, lambda tensor: tensor):
@@ -90,6 +91,13 @@ def trace_model(
         peak_nbytes=trace.tracker.peak_bytes,
         saved_nbytes=trace.saved_nbytes,
     )
+
+
+def _refuse_missing(device: torch.device | str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"a trace asks for device {device}, which is not here: leave it out ({error})") from error
 
 
 @dataclass(eq=False)

@@ -120,6 +120,19 @@ def mixtral(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
+def t5() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        vocab_size=300, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, use_cache=False,
+        decoder_start_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def t5_step(model: nn.Module) -> torch.Tensor:
+    return model(input_ids=TOKENS, labels=TOKENS).loss
+
+
 class Convolutional(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -145,6 +158,7 @@ MODELS: dict[str, tuple[BuildModel, RunStep]] = {
     "gpt2": (gpt2, language_step),
     "mixtral": (mixtral, language_step),
     "mixtral in fp32": (lambda: mixtral(torch.float32), language_step),
+    "t5": (t5, t5_step),
     "convolutional": (Convolutional, convolutional_step),
 }
 
@@ -410,6 +424,11 @@ def test_a_model_that_decides_by_computed_values_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="model cannot be traced without weights: its way depends on computed values"):
         trace(Routing, lambda model: model(torch.ones(1, 4)))
+
+
+def test_a_device_that_is_not_here_is_told() -> None:
+    with pytest.raises(ConfigError, match="device xpu:99, which is not here"):
+        trace(TwoLayers, lambda model: model(torch.ones(32, 8)), device="xpu:99")
 
 
 def test_units_that_match_nothing_are_told() -> None:
