@@ -60,7 +60,8 @@ class OffloadConfig(BaseModel):
     2: parameters whole; they are gathered once a step instead of for each use. 1: gradients whole too. 0: all whole, as
     in plain data parallelism. The numbers are the same."""
     params: TierChoice = "auto"
-    """Home tier of the parameters. "auto" is host until a planner chooses."""
+    """Home tier of the parameters. "auto": a plan chooses. Recipes and `zerooffload plan` know what a step computes; a
+    model alone gets host, or, if that does not fit, what costs its links least within the budgets."""
     optimizer: TierChoice = "auto"
     """Home tier of the optimizer state (what the master has beyond the parameter, and the moments)."""
     gradients: TierChoice = "auto"

@@ -13,13 +13,10 @@ from zerooffload.config import OffloadConfig
 from zerooffload.planner.find import Request, find_plan
 from zerooffload.planner.placement import Reach
 from zerooffload.planner.plan import Plan
-from zerooffload.planner.problem import PlacementProblem, block_inputs_of
+from zerooffload.planner.problem import PlacementProblem
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
 from zerooffload.planner.stages import sharding_of
-from zerooffload.planner.units import lay_out_units
-from zerooffload.runtime.checkpoint_room import checkpoint_nbytes
-from zerooffload.runtime.micro_batches import check_blocks
-from zerooffload.sharding.grouping import find_units
+from zerooffload.runtime.planning import cut
 
 
 def plan_model(
@@ -72,18 +69,13 @@ def plan_model(
 
 
 def _problem(model: nn.Module, machine: MachineProfile, config: OffloadConfig) -> PlacementProblem:
-    found = find_units(model, config.units)
     shares_host = machine.device.shares_host_memory
-    device = torch.device("cpu" if shares_host else "cuda")
-    layouts = lay_out_units(model, found, config, world_size=machine.device.count, device=device)
-    reach = Reach(shares_host, host_buffer_nbytes if shares_host else cached_block_nbytes)
-    inputs = block_inputs_of(found, layouts, config, reach)
-    check_blocks(found, config, inputs)
-    return PlacementProblem(
-        layouts=layouts,
-        config=config,
-        reach=reach,
+    _, problem = cut(
+        model,
+        config,
+        Reach(shares_host, host_buffer_nbytes if shares_host else cached_block_nbytes),
         sharding=sharding_of(config.stage),
-        block_inputs=inputs,
-        checkpoint_nbytes=checkpoint_nbytes,
+        world_size=machine.device.count,
+        device=torch.device("cpu" if shares_host else "cuda"),
     )
+    return problem

@@ -19,7 +19,7 @@ from zerooffload.checkpoint.stored_tensor import StoredTensor, read_whole
 from zerooffload.config import OffloadConfig, TierName
 from zerooffload.errors import ConfigError
 from zerooffload.optim.kernels import Kernels, TorchKernels, host_kernels
-from zerooffload.planner.admission import AnnouncedPlan
+from zerooffload.planner.admission import AnnouncedPlan, Limits
 from zerooffload.planner.placement import (
     FlatPlacement,
     Reach,
@@ -27,15 +27,15 @@ from zerooffload.planner.placement import (
     UnitPlacement,
     mirror_holder,
 )
-from zerooffload.planner.problem import PlacementProblem, block_inputs_of, choices_of
+from zerooffload.planner.problem import PlacementProblem
 from zerooffload.planner.stages import Sharding, sharding_of
-from zerooffload.planner.units import lay_out_units, optimizer_states
+from zerooffload.planner.units import optimizer_states
 from zerooffload.runtime.backwards import BackwardCount
-from zerooffload.runtime.checkpoint_room import checkpoint_nbytes
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.initial_states import InitialStates
 from zerooffload.runtime.initialization import is_on_meta, materialize
-from zerooffload.runtime.micro_batches import check_blocks, slice_blocks
+from zerooffload.runtime.micro_batches import slice_blocks
+from zerooffload.runtime.planning import cut, plan_together
 from zerooffload.runtime.resources import Drive, Parts, Resources, limits_of, warn_if_memory_is_short
 from zerooffload.runtime.run import Run
 from zerooffload.runtime.shared_homes import meet_in_memory
@@ -44,7 +44,7 @@ from zerooffload.runtime.update_mode import ModeChooser, UpdateMode
 from zerooffload.runtime.updating import UpdatePolicy
 from zerooffload.sharding.collectives import Collectives, SingleRank, agree
 from zerooffload.sharding.flat import Flat
-from zerooffload.sharding.grouping import UnitModules, find_units
+from zerooffload.sharding.grouping import UnitModules
 from zerooffload.sharding.local_tensors import (
     local_tensor,
 )
@@ -125,9 +125,9 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment, weights
     baseline_bytes = process_resident_bytes()
     pages = _shared_pages(model, config, env)
     sharding = replace(sharding_of(config.stage, env.collectives.rank), shares_host=pages is not None)
-    found, plan = agree(env.collectives, lambda: _cut_and_plan(model, config, env, sharding), "planning")
+    found, problem, limits = agree(env.collectives, lambda: _cut(model, config, env, sharding), "planning")
     params_of = dict(stored_tensors(model))
-    plan = _same_windows(plan, env.collectives).with_cache()
+    plan = plan_together(problem, limits, env.collectives).with_cache()
     warn_if_memory_is_short(plan)
     recorder = CountingRecorder()
     env.collectives.report_to(recorder)
@@ -187,32 +187,21 @@ def _shared_pages(model: nn.Module, config: OffloadConfig, env: Environment) -> 
     return meet_in_memory(env.collectives, wanted=holds_whole and has_frozen)
 
 
-def _cut_and_plan(
+def _cut(
     model: nn.Module, config: OffloadConfig, env: Environment, sharding: Sharding
-) -> tuple[list[UnitModules], AnnouncedPlan]:
-    """The units, and what they take."""
+) -> tuple[list[UnitModules], PlacementProblem, Limits]:
+    """The units, what is to be placed, and within which limits."""
     _check_model(model)
-    found = find_units(model, config.units)
-    device = env.accelerator.device
-    layouts = lay_out_units(model, found, config, world_size=env.collectives.world_size, device=device)
-    reach = Reach(env.accelerator.shares_host_memory, env.accelerator.range_nbytes)
-    inputs = block_inputs_of(found, layouts, config, reach)
-    check_blocks(found, config, inputs)
-    problem = PlacementProblem(
-        layouts=layouts,
-        config=config,
-        reach=reach,
+    accelerator = env.accelerator
+    found, problem = cut(
+        model,
+        config,
+        Reach(accelerator.shares_host_memory, accelerator.range_nbytes),
         sharding=sharding,
-        block_inputs=inputs,
-        checkpoint_nbytes=checkpoint_nbytes,
+        world_size=env.collectives.world_size,
+        device=accelerator.device,
     )
-    return found, problem.announced(choices_of(config), limits_of(config, env.accelerator))
-
-
-def _same_windows(plan: AnnouncedPlan, collectives: Collectives) -> AnnouncedPlan:
-    """The smallest windows of any rank: they decide when units are gathered, which must be the same everywhere."""
-    windows = collectives.gather_objects((plan.window_nbytes, plan.collection_nbytes))
-    return plan.with_windows(min(window for window, _ in windows), min(collection for _, collection in windows))
+    return found, problem, limits_of(config, accelerator)
 
 
 def _take_resources_together(

@@ -152,7 +152,7 @@ def floor_seconds(plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind
     steps = _Steps(plan, model, speeds, kind)
     steps.add_step()
     pairs = _pairs(speeds)
-    return sum(busiest_seconds([steps.tasks[number] for number in part], pairs) for part in steps.parts())
+    return max(busiest_seconds(steps.tasks, pairs), sum(busiest_seconds(part, pairs) for part in steps.parts()))
 
 
 def may_go_ahead(placement: Placement) -> bool:
@@ -233,18 +233,17 @@ class _Steps:
             self._begins.append(len(self.tasks))
         return self._add_update()
 
-    def parts(self) -> list[list[int]]:
-        """Of the last step, the positions of tasks that may overlap: those of two parts cannot."""
-        *passes, update = [list(range(*edges)) for edges in pairwise([*self._begins, len(self.tasks)])]
-        beside: list[list[int]] = []
+    def parts(self) -> list[list[Task]]:
+        """Of the last step, tasks that may overlap: those of two parts cannot. What may overlap with all is in none."""
+        *passes, update = [self.tasks[first:last] for first, last in pairwise([*self._begins, len(self.tasks)])]
+        beside: list[list[Task]] = []
         if self._kind.schedule is not Schedule.AFTER_BACKWARD:
+            # A backward waits for what is computed, not for what is written.
+            update = [task for task in update if task.lane != Lane.WRITE]
             beside.append(passes.pop(0))
             if self._goes_ahead:
                 beside.append(passes.pop())
-        return [
-            [number for part in (*beside, update) for number in part],
-            [number for part in passes for number in part],
-        ]
+        return [[task for part in (*beside, update) for task in part], [task for part in passes for task in part]]
 
     def _all_arrivals(self, window_nbytes: int) -> dict[int, list[Arrival]]:
         passes = [[self._needs[name] for name in order] for order in (self._forward, self._backward)]

@@ -10,6 +10,7 @@ from zerooffload.planner.profiles.machine import (
     write_machine,
 )
 from zerooffload.planner.profiles.model import ModelProfile, PassWork, UnitWork
+from zerooffload.planner.profiles.typical import typical_machine
 
 __all__ = [
     "DeviceSpeeds",
@@ -21,5 +22,6 @@ __all__ = [
     "PassWork",
     "UnitWork",
     "read_machine",
+    "typical_machine",
     "write_machine",
 ]

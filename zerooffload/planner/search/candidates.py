@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, product
+from math import prod
 
 import numpy as np
 
@@ -17,6 +19,7 @@ from zerooffload.planner.profiles import ModelProfile
 from zerooffload.planner.search.homes import Counts, HomeSearch, Setting
 from zerooffload.planner.search.kinds import TIERS, Kind, Vector, kinds_of
 
+_MOST_COMBINATIONS = 1000
 _MOST_TRIES = 12
 """Of shrinking the budgets until what does not depend on homes (rings, windows) has room beside them."""
 
@@ -58,15 +61,38 @@ def compute_seconds(model: ModelProfile, kind: StepKind, speeds: Speeds) -> tupl
 
 
 def candidates(wish: Wish) -> Iterator[AnnouncedPlan]:
-    """Plans that fit, each with other homes."""
+    """Plans that fit, each with other homes; the first that fits at all where none of those that look best does."""
     seen: list[TierChoices] = []
+    num_found = 0
     for choices in all_choices(wish):
-        if choices in seen:
-            continue
-        seen.append(choices)
-        plan = wish.problem.fitted(choices, wish.limits)
-        if isinstance(plan, AnnouncedPlan):
-            yield plan.with_cache()
+        if choices not in seen:
+            seen.append(choices)
+            for plan in _fitting(wish, choices):
+                num_found += 1
+                yield plan
+    if not num_found:
+        yield from islice((plan for choices in _by_kind(wish) for plan in _fitting(wish, choices)), 1)
+
+
+def _fitting(wish: Wish, choices: TierChoices) -> Iterator[AnnouncedPlan]:
+    plan = wish.problem.fitted(choices, wish.limits)
+    if isinstance(plan, AnnouncedPlan):
+        yield plan.with_cache()
+
+
+def _by_kind(wish: Wish) -> Iterator[TierChoices]:
+    """Every combination of homes for each kind of unit, or, if those are too many, the same for all units."""
+    kinds = kinds_of(wish.problem, wish.kind, wish.speeds, wish.order, tiers=wish.tiers, doubled=False)
+    if prod(len(kind.costs) for kind in kinds) <= _MOST_COMBINATIONS:
+        combinations: Iterator[tuple[int, ...]] = product(*(range(len(kind.costs)) for kind in kinds))
+    else:
+        most = max(len(kind.costs) for kind in kinds)
+        combinations = (tuple(min(number, len(kind.costs) - 1) for kind in kinds) for number in range(most))
+    for combination in combinations:
+        counts = [np.zeros(len(kind.costs), dtype=np.int64) for kind in kinds]
+        for count, kind, chosen in zip(counts, kinds, combination, strict=True):
+            count[chosen] = len(kind.units)
+        yield _spread(wish, kinds, counts)
 
 
 def all_choices(wish: Wish) -> Iterator[TierChoices]:

@@ -65,7 +65,8 @@ def _with(limits: Limits, tier: TierName, nbytes: int) -> Limits:
         case TierName.DEVICE:
             return replace(limits, device_bytes=nbytes)
         case TierName.HOST:
-            return replace(limits, host_bytes=nbytes, device_bytes=max(nbytes, limits.device_bytes))
+            device_bytes = nbytes if limits.device_shares_host else limits.device_bytes
+            return replace(limits, host_bytes=nbytes, device_bytes=device_bytes)
         case TierName.NVME:
             return replace(limits, nvme_bytes=nbytes)
 
