@@ -12,7 +12,7 @@ import zerooffload as zo
 from zerooffload.accelerator import host_buffer_nbytes
 from zerooffload.config import TierName
 from zerooffload.planner.admission import Limits
-from zerooffload.planner.placement import Reach
+from zerooffload.planner.placement import Reach, UnitLayout, UnitPlacement
 from zerooffload.planner.problem import PlacementProblem
 from zerooffload.planner.profiles import (
     DeviceSpeeds,
@@ -61,19 +61,21 @@ def problem_of(model: nn.Module, config: zo.OffloadConfig, *, shares_host: bool 
     return problem
 
 
-def profile_of(problem: PlacementProblem, *, forward: float = 0.0, backward: float = 0.0) -> ModelProfile:
+def profile_of(
+    units: Sequence[UnitLayout] | Sequence[UnitPlacement], *, forward: float = 0.0, backward: float = 0.0
+) -> ModelProfile:
     """Seconds of compute for each unit but the root, on that machine."""
     works = tuple(
         UnitWork(
-            name=layout.name,
-            forward=PassWork(flops={"fp32": forward * 1e12 * bool(layout.flats)}),
-            backward=PassWork(flops={"fp32": backward * 1e12 * bool(layout.flats)}),
+            name=unit.name,
+            forward=PassWork(flops={"fp32": forward * 1e12 * bool(unit.flats)}),
+            backward=PassWork(flops={"fp32": backward * 1e12 * bool(unit.flats)}),
             input_nbytes=0,
             saved_nbytes=0,
             forward_peak_nbytes=0,
             backward_peak_nbytes=0,
         )
-        for layout in problem.layouts
+        for unit in units
     )
     return ModelProfile(name="paper", batch_size=1, sequence_length=1, units=works, peak_nbytes=0, saved_nbytes=0)
 

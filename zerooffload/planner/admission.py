@@ -73,7 +73,7 @@ class AnnouncedPlan:
     def with_cache(self) -> AnnouncedPlan:
         """The plan with as many further slots in the staging ring as host memory is left for, and chunks there are."""
         slot_nbytes = self.placement.slot_nbytes
-        if not slot_nbytes:
+        if not slot_nbytes or self.num_cached_slots:
             return self
         room = self.limits.host_bytes - self.planned_bytes(TierName.HOST)
         wanted = self.placement.num_staged_chunks - NUM_STAGING_SLOTS

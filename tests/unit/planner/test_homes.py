@@ -68,7 +68,7 @@ def _choices(problem: PlacementProblem, names: Sequence[str], homes: Sequence[tu
 
 
 def _seconds(problem: PlacementProblem, *, shares_host: bool) -> Callable[[AnnouncedPlan], float]:
-    speeds, idle = speeds_of(machine(shares_host=shares_host)), profile_of(problem)
+    speeds, idle = speeds_of(machine(shares_host=shares_host)), profile_of(problem.layouts)
 
     def seconds(plan: AnnouncedPlan) -> float:
         ahead = may_go_ahead(plan.placement)

@@ -68,6 +68,8 @@ class UnitDemand:
         Whether the device updates them.
     device_traffic : float
         Then: bytes of its memory that this reads and writes.
+    lent_nbytes : float
+        Of parameters on nvme that the device computes on in place: what it copies of those that stayed in host memory.
     staged_nbytes : float
         What the update reads from nvme of states that it changes: what stays in host memory need not be read.
     checked_nbytes : float
@@ -87,6 +89,7 @@ class UnitDemand:
     num_updated: int
     on_device: bool
     device_traffic: float
+    lent_nbytes: float
     staged_nbytes: float
     checked_nbytes: float
     num_chunks: int
@@ -114,6 +117,11 @@ def _unit_demand(unit: UnitPlacement, placement: Placement) -> UnitDemand:
         num_updated=sum(_num_own(flat) for flat in trained),
         on_device=on_device,
         device_traffic=sum(_kernel_traffic(flat) for flat in trained) if on_device else 0.0,
+        lent_nbytes=sum(
+            flat.param.layout.memory_nbytes
+            for flat in moving
+            if placement.reach.device_shares_host and _is_far(flat.param)
+        ),
         staged_nbytes=sum(
             _own_file_nbytes(state, flat) for flat in trained for state in _changed(flat) if _is_far(state)
         ),

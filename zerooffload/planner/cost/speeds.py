@@ -62,7 +62,8 @@ class Speeds:
 def speeds_of(machine: MachineProfile) -> Speeds:
     """What each of its ranks has."""
     device, host, ranks = machine.device, machine.host, machine.device.count
-    copy_in, copy_out = device.copy_in or host.memory_bandwidth, device.copy_out or host.memory_bandwidth
+    # A copy in host memory reads and writes it.
+    copy_in, copy_out = device.copy_in or host.memory_bandwidth / 2, device.copy_out or host.memory_bandwidth / 2
     both = device.copy_both or copy_in + copy_out
     return Speeds(
         machine=machine,

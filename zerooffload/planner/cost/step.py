@@ -315,7 +315,8 @@ class _Steps:
         unit, is_first = self._demands[name], name not in self._come
         demand = unit.first_arrival if is_first else unit.arrival
         kept = self._kept_part.get(name, 0.0) if is_first else 0.0
-        demand = replace(demand, nvme_read=demand.nvme_read * (1 - kept))
+        copied = demand.copy_in + kept * unit.lent_nbytes
+        demand = replace(demand, nvme_read=demand.nvme_read * (1 - kept), copy_in=copied)
         self._come.add(name)
         self.moved += demand
         # What computes in the thread that trains sends for it between two visits.

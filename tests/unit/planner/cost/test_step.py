@@ -29,7 +29,9 @@ def planned(
     bounds = limits(shares_host=shares_host)
     if device_memory is not None:
         bounds = replace(bounds, device_bytes=device_memory)
-    return problem.announced(choices_of(config), bounds), profile_of(problem, forward=forward, backward=backward)
+    return problem.announced(choices_of(config), bounds), profile_of(
+        problem.layouts, forward=forward, backward=backward
+    )
 
 
 def of(plan: AnnouncedPlan, model: ModelProfile, kind: StepKind, paper: MachineProfile | None = None) -> Estimate:
