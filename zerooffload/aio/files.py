@@ -27,6 +27,17 @@ def create_file(path: Path) -> OpenFile:
     return _open(path, os.O_CREAT | os.O_TRUNC)
 
 
+def open_or_create(path: Path) -> OpenFile:
+    """Open a file of ours with what is in it, or create one, like `create_file`.
+
+    Raises
+    ------
+    TierIOError
+        If that cannot be done.
+    """
+    return _open(path, os.O_CREAT)
+
+
 def open_file(path: Path) -> OpenFile:
     """Open a file of ours as it is, like `create_file`.
 

@@ -5,6 +5,12 @@ A save writes into `.save-<number>-step-<step>.part`. When every rank's files ar
 all that it takes to be a checkpoint: whatever ends a save before leaves the ones that were there, and a part that the
 next save removes. Numbers count saves, so the newest is known even where training went back to an earlier step, and no
 checkpoint ever takes the place of another.
+
+[Note: files that are written over]
+A drive may take new blocks of a file system more slowly than those that it has (half as fast where unused ones were
+discarded, on a thinly provisioned drive), and giving many back takes time too. So a save takes over a folder that is
+left over, and writes over its files; of the checkpoints that `keep_last` removes, one stays for that. Nobody else may
+notice: not who has a file open, and would read a mix of both, nor who made a link to it.
 """
 
 from __future__ import annotations
@@ -13,7 +19,9 @@ import fcntl
 import logging
 import os
 import re
-from contextlib import suppress
+import stat
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +83,13 @@ def list_checkpoints(directory: Path) -> list[CheckpointName]:
 class PartFolder:
     """The folder that a save writes to, made and held by rank 0: no other save takes it for a leftover.
 
+    It may hold files of states, to be written over; see [Note: files that are written over].
+
+    Parameters
+    ----------
+    num_ranks : int
+        That save.
+
     Attributes
     ----------
     path : pathlib.Path
@@ -86,16 +101,22 @@ class PartFolder:
         If the directory cannot be used.
     """
 
-    def __init__(self, directory: Path, step: int) -> None:
+    def __init__(self, directory: Path, step: int, num_ranks: int) -> None:
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            spare = _take_over(directory, num_ranks)
             remove_leftovers(directory)
-            numbers = [name.number for name in (*list_checkpoints(directory), *_names(directory, _PART))]
+            others = [name for name in _names(directory, _PART) if spare is None or name != spare[0]]
+            numbers = [name.number for name in (*list_checkpoints(directory), *others)]
             self._directory = directory
             self.name = CheckpointName(max(numbers, default=0) + 1, step)
             self.path = directory / self.name.part
-            self.path.mkdir(mode=0o700)
-            self._fd = lock_folder(self.path)
+            if spare is None:
+                self.path.mkdir(mode=0o700)
+                self._fd = lock_folder(self.path)
+            else:
+                self._fd = spare[1]
+                (directory / spare[0].part).rename(self.path)
         except OSError as error:
             raise ConfigError(f"checkpoints cannot be saved in {directory}: {error.strerror}") from error
 
@@ -118,13 +139,18 @@ class PartFolder:
         return final
 
     def keep_last(self, number: int) -> None:
-        """Remove the oldest checkpoints of the directory, but for so many. What cannot be removed is told about."""
+        """Remove the oldest checkpoints of the directory, but for so many. What cannot be removed is told about.
+
+        The last of them stays under its hidden name, for the next save or `remove_leftovers`.
+        """
         for name in list_checkpoints(self._directory)[:-number]:
             try:
                 (self._directory / name.final).rename(self._directory / name.part)
             except OSError as error:
                 _log.warning("%s cannot be removed: %s", self._directory / name.final, error.strerror)
-        remove_leftovers(self._directory)
+        # What is written over must not come back as a checkpoint.
+        flush_directory(self._directory)
+        _remove_leftovers(_names(self._directory, _PART)[:-1], self._directory)
 
     def abandon(self) -> None:
         """Remove it, if it is not a checkpoint; again is harmless."""
@@ -144,7 +170,11 @@ class PartFolder:
 
 def remove_leftovers(directory: Path) -> None:
     """Remove what killed saves left behind, and checkpoints half removed; not what another run writes."""
-    for name in _names(directory, _PART):
+    _remove_leftovers(_names(directory, _PART), directory)
+
+
+def _remove_leftovers(names: Iterable[CheckpointName], directory: Path) -> None:
+    for name in names:
         path = directory / name.part
         with suppress(OSError):
             fd = lock_folder(path)
@@ -177,6 +207,46 @@ def lock_folder(folder: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def _take_over(directory: Path, num_ranks: int) -> tuple[CheckpointName, int] | None:
+    """The newest leftover whose files may be written over, and the descriptor that holds it."""
+    for name in reversed(_names(directory, _PART)):
+        with suppress(OSError):
+            fd = lock_folder(directory / name.part)
+            with ExitStack() as held:
+                held.callback(os.close, fd)
+                if _has_only_spares(directory / name.part, num_ranks):
+                    held.pop_all()
+                    return name, fd
+    return None
+
+
+def _has_only_spares(folder: Path, num_ranks: int) -> bool:
+    """Whether files that may be written over are all that a folder holds, once our other ones are removed."""
+    left = []
+    for path in folder.iterdir():
+        if not _OUR_FILE.fullmatch(path.name):
+            return False
+        if path.name.endswith(f"-of-{num_ranks:05d}.safetensors") and _may_write_over(path):
+            left.append(path)
+        else:
+            path.unlink()
+    return bool(left)
+
+
+def _may_write_over(path: Path) -> bool:
+    """Whether a file is ours alone. A file system that another machine may have mounted cannot tell."""
+    with suppress(OSError), ExitStack() as held:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        held.callback(os.close, fd)
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and os.major(status.st_dev):
+            # Given only where nobody else has it open or mapped.
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            return True
+    return False
 
 
 def _remove(folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 import xxhash
 
 from zerooffload.aio import Engine
-from zerooffload.aio.files import create_file, reserve_space
+from zerooffload.aio.files import open_or_create, reserve_space
 from zerooffload.errors import InternalError, TierIOError
 from zerooffload.formats import MIB, round_up
 from zerooffload.telemetry import Waitable, Waits
@@ -37,7 +37,7 @@ def block_nbytes(longest_nbytes: int) -> int:
 
 
 class PageWriter:
-    """Writes a new file.
+    """Writes a file anew: all of its bytes, also where there was one.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class PageWriter:
         self._waits = waits
         self._shared: dict[int, _SharedPage] = {}
         self._num_written = 0
-        self._file = create_file(path)
+        self._file = open_or_create(path)
         try:
             reserve_space(self._file, round_up(nbytes, PAGE_BYTES))
         except BaseException:

@@ -13,7 +13,7 @@ from zerooffload.aio import Engine
 from zerooffload.aio.durable_names import write_durably
 from zerooffload.checkpoint.manifest import Manifest, manifest_name
 from zerooffload.checkpoint.page_writer import NUM_BLOCKS, PageWriter, block_nbytes
-from zerooffload.checkpoint.shard_files import ShardFile, plan_files
+from zerooffload.checkpoint.shard_files import ShardFile, file_name, plan_files
 from zerooffload.errors import InternalError
 from zerooffload.memory import Budget
 from zerooffload.telemetry import Waits
@@ -65,6 +65,7 @@ class ShardWriter:
         longest = max((_longest(file) for file in self._files.values()), default=0)
         self._ring = StagingRing(HOLDER, NUM_BLOCKS, block_nbytes(longest), budget, accelerator)
         try:
+            self._remove_others()
             for state, file in self._files.items():
                 nbytes = self._headers[state].numel() + file.header.data_nbytes
                 writer = PageWriter(folder / file.name, nbytes, engine, self._ring, waits)
@@ -122,6 +123,13 @@ class ShardWriter:
             for writer in self._writers.values():
                 writer.close()
             self._ring.close()
+
+    def _remove_others(self) -> None:
+        """Of this rank's files that are there to be written over, those that are not in this save."""
+        names = {file.name for file in self._files.values()}
+        for path in self._folder.glob(file_name("*", self._manifest.rank, self._manifest.num_ranks)):
+            if path.name not in names:
+                path.unlink()
 
 
 def _longest(file: ShardFile) -> int:

@@ -44,7 +44,8 @@ def save(
         Return when the checkpoint is there. With False, training goes on meanwhile: what is saved is as it is now all
         the same. A later save, `zo.load` and `zo.close` wait until it is done.
     keep_last : int, optional
-        Afterwards, remove the oldest checkpoints in `directory`, but for so many.
+        Afterwards, remove the oldest checkpoints in `directory`, but for so many. Of the last one the files stay until
+        `zo.close`, for the next save to write over.
 
     Returns
     -------

@@ -304,7 +304,7 @@ class Resources:
         """
         saver, self.saver = self.saver, None
         if saver is not None:
-            saver.finish()
+            saver.close()
         landing, self.landing = self.landing, None
         updates, self.updates = self.updates, None
         commits, self.commits = self.commits, None

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from zerooffload.checkpoint.folders import PartFolder
+from zerooffload.checkpoint.folders import PartFolder, remove_leftovers
 from zerooffload.checkpoint.manifest import ChunkEntry, GroupEntry, Manifest, ParamEntry, RunEntry, StateEntry
 from zerooffload.checkpoint.shard_writer import ShardWriter
 from zerooffload.config import TierName
-from zerooffload.errors import ConfigError, RankError, ZeroOffloadError
+from zerooffload.errors import CheckpointError, ConfigError, RankError, ZeroOffloadError
 from zerooffload.optim.record import OptimizerStates
 from zerooffload.runtime.logical_states import HeldParam, LogicalStates, StateChunk, held_params, state_chunks
 from zerooffload.runtime.resources import Parts, Resources
@@ -92,6 +92,7 @@ class Saver:
         self._snapshots = snapshots
         self._agreement: StepAgreement | None = None
         self._ticket: SaveTicket | None = None
+        self._with_spares: set[Path] = set()
 
     def save(
         self,
@@ -126,6 +127,8 @@ class Saver:
             job.abandon()
             raise
         ticket = SaveTicket(directory / name.final)
+        if folder is not None and keep_last is not None:
+            self._with_spares.add(directory)
         self._snapshots.current = job.snapshot
         if blocking:
             self._finish(job, ticket, keep_last)
@@ -140,6 +143,14 @@ class Saver:
         if self._ticket is not None:
             with suppress(Exception):
                 self._ticket.wait()
+
+    def close(self) -> None:
+        """`finish`, and remove what the next save would have written over; again is harmless."""
+        self.finish()
+        directories, self._with_spares = self._with_spares, set()
+        for directory in directories:
+            with suppress(CheckpointError):
+                remove_leftovers(directory)
 
     def _begin_thread(self, job: _Job, ticket: SaveTicket, keep_last: int | None) -> None:
         def finish() -> None:
@@ -310,7 +321,7 @@ def _failure_of(work: Callable[[], None]) -> BaseException | None:
 
 def _make_folder(role: _Role, directory: Path, step: int) -> PartFolder | None:
     """One rank makes it."""
-    return PartFolder(directory, step) if role.rank == 0 else None
+    return PartFolder(directory, step, role.num_ranks) if role.rank == 0 else None
 
 
 def _group(held: HeldParam) -> GroupEntry:

@@ -49,13 +49,16 @@ def writer_of(path: Path, nbytes: int) -> Iterator[PageWriter]:
 @given(
     lengths=st.lists(st.integers(0, 3 * BLOCK_BYTES) | st.integers(0, 40), min_size=1, max_size=8),
     seed=st.integers(0, 1000),
+    before=st.sampled_from([0, 100, 30 * BLOCK_BYTES]),
 )
 def test_the_file_is_what_was_written_whatever_the_order(
-    lengths: list[int], seed: int, tmp_path_factory: pytest.TempPathFactory
+    lengths: list[int], seed: int, before: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     draw = random.Random(seed)  # noqa: S311 - the same order every time
     content = torch.frombuffer(bytearray(draw.randbytes(sum(lengths) or 1)), dtype=torch.uint8)[: sum(lengths)]
     path = tmp_path_factory.mktemp("files") / "file"
+    if before:
+        path.write_bytes(b"\xff" * before)
     starts = [sum(lengths[:index]) for index in range(len(lengths))]
     order = draw.sample(range(len(lengths)), len(lengths))
     with writer_of(path, content.numel()) as writer:
