@@ -3,11 +3,11 @@
 AdamW in fp32 over a few large parameters, whose states are all on host or all on nvme. A save from host writes 12 bytes
 a parameter, one from nvme also reads them. Each is timed from the call until the checkpoint is there, flushes included.
 The limit is a C loop that only transfers (disk_limit.c, the better of threads and io_uring, each with the best of a few
-settings): writes, or as many reads as writes, measured before and after each save.
+settings): writes, or as many reads as writes, over a file that is there, measured before and after each save.
 
-Then saves go on beside training, whose steps compute for --compute seconds each. What keeps the training thread is the
-call itself, and waiting for chunks that are not read yet; `step` in the table is the median step beside a save and
-without one.
+Then saves go on beside training, whose steps compute for --compute seconds and then update. What keeps the training
+thread is the call itself, and waiting for chunks that are not read yet; `step` in the table is the median step beside a
+save and without one.
 
     python benchmarks/checkpoint_bandwidth.py /mnt/nvme --json checkpoint_bandwidth.json
 
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 STATE_BYTES = 12
 MIXES = {"host": Mix("write", 0, 1), "nvme": Mix("1:1", 1, 1)}
 """What the drive does in a save, by the home of all states."""
+NUM_NEW = 2
+"""Saves into new files: from the third on, those of the last but one are written over."""
 LEAST_RATIO = 0.9
 MOST_BLOCKED = 0.05
 GRID_SECONDS = 1.0
@@ -92,9 +94,9 @@ class Trained:
     def step(self) -> tuple[float, float]:
         """Seconds of a step with its compute, and of waiting for a save in it. Gradients stay what they are."""
         start = time.perf_counter()
-        self._optimizer.step()
-        # Where a forward would be.
+        # Where forward and backward would be.
         time.sleep(self._compute_seconds)
+        self._optimizer.step()
         seconds = time.perf_counter() - start
         return seconds, zo.step_report(self._model).waits.get(Wait.SNAPSHOT.value, 0.0)
 
@@ -112,16 +114,14 @@ class Trained:
 def timed_saves(
     trained: Trained, limit: DiskLimit, settings: list[Setting], mix: Mix, num_saves: int
 ) -> tuple[list[float], dict[Setting, list[Turn]]]:
-    """Seconds of each save, and for each setting a turn before the first and after each."""
+    """Seconds of each save, those into new files first, and for each setting a turn after each."""
     seconds: list[float] = []
     turns: dict[Setting, list[Turn]] = {setting: [] for setting in settings}
-    for number in range(num_saves + 1):
+    for number in range(NUM_NEW + num_saves):
         begin = time.perf_counter()
         trained.save(blocking=True)
-        if number:
-            # The first one is to warm up.
-            seconds.append(time.perf_counter() - begin)
-            print(f"save {number} of {num_saves}", file=sys.stderr)
+        seconds.append(time.perf_counter() - begin)
+        print(f"save {number + 1} of {NUM_NEW + num_saves}", file=sys.stderr)
         for setting in settings:
             turn_seconds = min(time.perf_counter() - begin, MOST_TURN_SECONDS)
             turns[setting].append(limit.turn(setting, mix, turn_seconds))
@@ -162,9 +162,11 @@ def measure(home: str, folder: Path, limit: DiskLimit, args: argparse.Namespace)
     finally:
         trained.close()
     setting = max(turns, key=lambda one: statistics.median(turn.bytes_per_second for turn in turns[one]))
-    around = [statistics.mean(pair) for pair in pairwise(turn.bytes_per_second for turn in turns[setting])]
+    around = [
+        statistics.mean(pair) for pair in pairwise(turn.bytes_per_second for turn in turns[setting][NUM_NEW - 1 :])
+    ]
     moved_bytes = trained.state_bytes * (mix.reads + mix.writes)
-    rates = [moved_bytes / one for one in seconds]
+    new, rates = ([moved_bytes / one for one in part] for part in (seconds[:NUM_NEW], seconds[NUM_NEW:]))
     return {
         "name": f"from {home}",
         "state_bytes": trained.state_bytes,
@@ -173,7 +175,8 @@ def measure(home: str, folder: Path, limit: DiskLimit, args: argparse.Namespace)
         "limit": str(setting),
         "limit_gb_per_second": spread([rate / 1e9 for rate in around]),
         "gb_per_second": spread([rate / 1e9 for rate in rates]),
-        "save_seconds": spread(seconds),
+        "new_files_gb_per_second": spread([rate / 1e9 for rate in new]),
+        "save_seconds": spread(seconds[NUM_NEW:]),
         "ratio_to_limit": spread([rate / most for rate, most in zip(rates, around, strict=True)]),
         "blocked_share": spread(shares),
         "step_seconds_beside": spread(beside),
@@ -200,7 +203,7 @@ def show(row: dict[str, Any]) -> None:
         f"{row['limit_gb_per_second']['median']:8.2f}{ratio['median']:8.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
         f"{blocked['median']:9.3f}{row['step_seconds_beside']['median']:9.3f}{row['step_seconds_alone']['median']:9.3f}"
     )
-    print(f"    the limit: {row['limit']}")
+    print(f"    the limit: {row['limit']}; into new files: {row['new_files_gb_per_second']['median']:.2f} GB/s")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

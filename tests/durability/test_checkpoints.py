@@ -37,14 +37,22 @@ from torch import nn
 
 import zerooffload as zo
 from zerooffload.checkpoint.manifest import read_manifests
+from zerooffload.checkpoint.shard_writer import ShardWriter
 from zerooffload.config import TierName
 from zerooffload.runtime import saving
-from zerooffload.runtime.logical_states import StateChunk
+from zerooffload.runtime.logical_states import ChunkReading
 from zerooffload.runtime.run import Run
+from zerooffload.runtime.snapshots import Snapshot
 from zerooffload.sharding.registry import residence_of
 from zerooffload.telemetry import Wait, Waitable, Waits
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
+
+
+@pytest.fixture(autouse=True)
+def _whole_pages_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zerooffload.checkpoint.page_writer.LEAST_IN_PLACE_BYTES", 4096)
+
 
 HOSTED: dict[str, Any] = {"params": "host", "optimizer": "host", "gradients": "host"}
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -246,9 +254,9 @@ class SlowSave:
         self.num_asked = 0
         write = saving._Job._write
 
-        def slowly(job: saving._Job, chunk: StateChunk, views: dict[str, torch.Tensor]) -> None:
+        def slowly(job: saving._Job, reading: ChunkReading) -> None:
             assert self.asked.wait(30)
-            write(job, chunk, views)
+            write(job, reading)
 
         monkeypatch.setattr(saving._Job, "_write", slowly)
 
@@ -341,6 +349,47 @@ def test_without_the_wait_it_would_not_be(change: str, scratch: Path, monkeypatc
     with training(scenario(), scratch / "b", real_environment()) as run:
         load(run, scratch / "checkpoints")
         assert run.moment().differences(expected) != []
+
+
+@pytest.mark.parametrize("waits_for_writes", [True, False])
+def test_what_is_written_from_where_it_lies_stays_until_it_is_written(
+    waits_for_writes: bool,  # noqa: FBT001
+    scratch: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All chunks are handed to the drive, which writes when somebody waits for it, before the next step begins."""
+    handed_over, stepped = threading.Event(), threading.Event()
+    finish, num_in_place = ShardWriter.finish, 0
+
+    def finish_late(writer: ShardWriter) -> None:
+        nonlocal num_in_place
+        num_in_place = len(writer._leaving)
+        handed_over.set()
+        assert stepped.wait(30)
+        finish(writer)
+
+    monkeypatch.setattr(ShardWriter, "finish", finish_late)
+    monkeypatch.setattr(saving, "NUM_SLOTS", 1000)
+    if not waits_for_writes:
+        monkeypatch.setattr(Snapshot, "was_read", lambda snapshot, chunk, _: snapshot._readings[chunk].over())
+    env = environment_with(lambda: SimulatedEngine(Transfers.LAZY, on_files=True))
+    with training(scenario(), scratch / "a", env) as run:
+        run.one_batch()
+        expected = run.moment()
+        ticket = save(run, scratch / "checkpoints", blocking=False)
+        assert handed_over.wait(30)
+        run.one_batch()
+        stepped.set()
+        ticket.wait()
+    assert num_in_place > 0
+    monkeypatch.undo()
+    with training(scenario(), scratch / "b", real_environment()) as run:
+        if waits_for_writes:
+            load(run, scratch / "checkpoints")
+            assert run.moment().differences(expected) == []
+        else:
+            with pytest.raises(zo.CheckpointError, match="are not what was written"):
+                load(run, scratch / "checkpoints")
 
 
 def test_a_second_save_a_load_and_the_end_wait_for_the_first(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,6 +203,11 @@ COVERED: dict[tuple[str, Wait], tuple[str, Case | None]] = {
         "it guards against crashes alone, and whoever waits without a thread commits first",
         Case(NVME, on_device=False),
     ),
+    ("saving._write_rest", Wait.STATE_WRITE): ("it only keeps the drive's queue short", None),
+    ("shard_writer._wait_until_written", Wait.STATE_WRITE): (
+        "without it files are not whole: see test_page_writer.py",
+        None,
+    ),
     ("kept_chunks._finish", Wait.STATE_READ): ("only a resumed run reads them: see tests/durability", None),
     ("kept_chunks.take_up", Wait.STATE_COPY): ("only a resumed run copies them: see tests/durability", None),
     ("slot_access._copy_to", Wait.STATE_WRITE): ("only a durable run has copies: see tests/durability", None),

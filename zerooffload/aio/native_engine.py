@@ -35,7 +35,11 @@ class NativeTicket(Ticket):
         return self.ended_seconds is not None
 
     def _has_ended(self) -> bool:
-        return self._engine.done(self._number)
+        try:
+            return self._engine.done(self._number)
+        except KeyError:
+            # Another thread's wait has just ended.
+            return True
 
 
 class NativeEngine:

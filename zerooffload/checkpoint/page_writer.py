@@ -1,5 +1,10 @@
 """A file whose bytes are written in any order, in whole pages, past the page cache.
 
+[Note: written in place]
+Whole pages that lie in memory as they do in the file, from the start of a page on, go out from where they are; whoever
+has them leaves them as they are meanwhile. All else is copied to where it is aligned: parts of pages, short runs, and
+what lies otherwise, since what comes before it in the file has not the length of whole pages.
+
 [Note: pages that are shared]
 Direct I/O moves whole pages of the file. A page on which two writes meet is kept in memory until all its bytes are
 there, and goes out with the write that completes it: one page for each end of what is written already.
@@ -8,7 +13,8 @@ there, and goes out with the write that completes it: one page for each end of w
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +33,8 @@ BLOCK_BYTES = 4 * MIB
 """Of a write at the most; a slot of the ring."""
 NUM_BLOCKS = 4
 """That are on their way at once."""
+LEAST_IN_PLACE_BYTES = MIB
+"""What is shorter is copied: many small writes take longer."""
 
 
 def block_nbytes(longest_nbytes: int) -> int:
@@ -66,24 +74,29 @@ class PageWriter:
             self.close()
             raise
 
-    def write(self, offset_bytes: int, sources: Sequence[torch.Tensor]) -> str:
-        """Write what `sources`, uint8 1D, hold one after the other, each byte of the file once; its XXH3-64.
-
-        They are copied before this returns; their writes may go on.
+    def write(self, offset_bytes: int, sources: Sequence[torch.Tensor]) -> Written:
+        """Write what `sources`, uint8 1D, hold one after the other, each byte of the file once.
 
         Raises
         ------
         TierIOError
             If an earlier write failed.
         """
-        digest = xxhash.xxh3_64()
-        position, left = offset_bytes, list(sources)
-        end = offset_bytes + sum(source.numel() for source in sources)
-        while position < end:
-            # Up to the end of a block of the file, so that the next write begins with one.
-            stop = min(end, (position // BLOCK_BYTES + 1) * BLOCK_BYTES)
-            position = self._write_block(position, stop, left, digest)
-        return digest.hexdigest()
+        digest, position = xxhash.xxh3_64(), offset_bytes
+        leaving: list[Waitable] = []
+        copied: list[torch.Tensor] = []
+        for run in _runs(offset_bytes, sources):
+            if not _is_in_place(position + _nbytes(copied), run):
+                copied.append(run)
+                continue
+            position = self._write_copies(position, copied, digest)
+            leaving.append(self._engine.submit_write(self._file, position, run))
+            digest.update(run.numpy().data)
+            self._num_written += run.numel()
+            position += run.numel()
+            copied = []
+        self._write_copies(position, copied, digest)
+        return Written(digest.hexdigest(), leaving)
 
     def finish(self) -> None:
         """Give the file its length, and make it durable, once all that was written is there.
@@ -104,6 +117,15 @@ class PageWriter:
     def close(self) -> None:
         """Close the file, of which nothing is on its way; again is harmless."""
         self._file.close()
+
+    def _write_copies(self, position: int, left: list[torch.Tensor], digest: xxhash.xxh3_64) -> int:
+        """Write bytes that are copied before this returns; where they end in the file."""
+        end = position + _nbytes(left)
+        while position < end:
+            # Up to the end of a block of the file, so that the next write begins with one.
+            stop = min(end, (position // BLOCK_BYTES + 1) * BLOCK_BYTES)
+            position = self._write_block(position, stop, left, digest)
+        return end
 
     def _write_block(self, start: int, stop: int, left: list[torch.Tensor], digest: xxhash.xxh3_64) -> int:
         first_page, lead = divmod(start, PAGE_BYTES)
@@ -144,12 +166,50 @@ class PageWriter:
         return True
 
 
+@dataclass(frozen=True)
+class Written:
+    """Bytes that were handed over.
+
+    Attributes
+    ----------
+    checksum : str
+        Their XXH3-64.
+    leaving : list[Waitable]
+        Writes that still read them where they are; the others have been copied. See [Note: written in place].
+    """
+
+    checksum: str
+    leaving: list[Waitable]
+
+
 class _SharedPage:
     """A page of which some bytes are there; the others are 0."""
 
     def __init__(self) -> None:
         self.content = torch.zeros(PAGE_BYTES, dtype=torch.uint8)
         self.num_bytes = 0
+
+
+def _runs(position: int, sources: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The sources, cut so that what can be written in place is apart."""
+    for source in sources:
+        lead = min(-position % PAGE_BYTES, source.numel())
+        end = lead + (source.numel() - lead) // PAGE_BYTES * PAGE_BYTES
+        if _is_in_place(position + lead, source[lead:end]):
+            yield from (run for run in (source[:lead], source[lead:end], source[end:]) if run.numel())
+        else:
+            yield source
+        position += source.numel()
+
+
+def _is_in_place(position: int, run: torch.Tensor) -> bool:
+    """Whether a run that begins there in the file can be written from where it is."""
+    is_paged = not any(value % PAGE_BYTES for value in (position, run.data_ptr(), run.numel()))
+    return is_paged and run.numel() >= LEAST_IN_PLACE_BYTES
+
+
+def _nbytes(sources: Sequence[torch.Tensor]) -> int:
+    return sum(source.numel() for source in sources)
 
 
 def _take(left: list[torch.Tensor], target: torch.Tensor) -> None:

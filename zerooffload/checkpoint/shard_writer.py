@@ -16,7 +16,7 @@ from zerooffload.checkpoint.page_writer import NUM_BLOCKS, PageWriter, block_nby
 from zerooffload.checkpoint.shard_files import ShardFile, file_name, plan_files
 from zerooffload.errors import InternalError
 from zerooffload.memory import Budget
-from zerooffload.telemetry import Waits
+from zerooffload.telemetry import Wait, Waitable, Waits, wait_for_all
 from zerooffload.tiers import FILE_ALIGNMENT_BYTES, StagingRing
 
 HOLDER = "writes of checkpoints"
@@ -62,6 +62,8 @@ class ShardWriter:
         self._headers = {state: _bytes(file.header.encode(FILE_ALIGNMENT_BYTES)) for state, file in self._files.items()}
         self._checksums: dict[int, dict[str, str]] = {}
         self._writers: dict[str, PageWriter] = {}
+        # All of them, so that one that failed is told of whoever waited for it before.
+        self._leaving: list[Waitable] = []
         longest = max((_longest(file) for file in self._files.values()), default=0)
         self._ring = StagingRing(HOLDER, NUM_BLOCKS, block_nbytes(longest), budget, accelerator)
         try:
@@ -75,8 +77,8 @@ class ShardWriter:
             self.close()
             raise
 
-    def write(self, chunk: int, states: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Write a chunk: of each of its states, its segments' items, 1D. They are copied before this returns.
+    def write(self, chunk: int, states: Mapping[str, Sequence[torch.Tensor]]) -> list[Waitable]:
+        """Write a chunk: of each of its states, its segments' items, 1D; the writes that still read them.
 
         Raises
         ------
@@ -84,13 +86,18 @@ class ShardWriter:
             If an earlier write failed.
         """
         self._checksums[chunk] = {}
+        leaving: list[Waitable] = []
         for state, segments in states.items():
             place = self._files[state].ranges[chunk]
             sources = [segment.view(torch.uint8) for segment in segments]
             if sum(source.numel() for source in sources) != place.nbytes:
                 raise InternalError(f"{self._files[state].name}: chunk {chunk} is not as long as was planned")
             offset = self._headers[state].numel() + place.offset_bytes
-            self._checksums[chunk][state] = self._writers[state].write(offset, sources)
+            written = self._writers[state].write(offset, sources)
+            self._checksums[chunk][state] = written.checksum
+            leaving += written.leaving
+        self._leaving += leaving
+        return leaving
 
     def finish(self) -> None:
         """Make the files durable, then the manifest.
@@ -100,7 +107,7 @@ class ShardWriter:
         TierIOError
             If that fails.
         """
-        self._ring.drain(self._waits)
+        self._wait_until_written()
         for writer in self._writers.values():
             writer.finish()
         chunks = tuple(
@@ -118,11 +125,17 @@ class ShardWriter:
             If a write failed.
         """
         try:
-            self._ring.drain(self._waits)
+            self._wait_until_written()
         finally:
             for writer in self._writers.values():
                 writer.close()
             self._ring.close()
+
+    def _wait_until_written(self) -> None:
+        try:
+            wait_for_all(self._waits, Wait.STATE_WRITE, self._leaving)
+        finally:
+            self._ring.drain(self._waits)
 
     def _remove_others(self) -> None:
         """Of this rank's files that are there to be written over, those that are not in this save."""

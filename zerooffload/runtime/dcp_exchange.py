@@ -148,9 +148,10 @@ def _write_states(run: Run, optimizers: Optimizers, writer: DcpWriter) -> None:
     chunks = state_chunks(run.units)
     states = None if optimizers else EXACT_STATES
     with torch.no_grad(), run.logical_states(chunks, states, alone=True) as homes:
-        for chunk, views in homes.read(chunks):
+        for reading in homes.read(chunks):
+            chunk, views = reading.chunk, reading.views()
             for piece in short_pieces(chunk, _BOX_NUMEL):
-                param, items = piece.param, chunk.cut(views, piece)
+                param, items = piece.param, chunk.cut(views, piece.place)
                 writer.write((_MODEL, param.name), param.shape, piece.start, exact_values(items))
                 for moment in run.rule.moments if param.name in optimized and chunk.part.training is not None else ():
                     key = _state_key(param, moment)

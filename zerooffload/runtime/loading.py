@@ -270,7 +270,7 @@ def pieces_to_fill(chunk: StateChunk, views: Views) -> Iterator[tuple[Piece, dic
     for view in views.values():
         view.zero_()
     for piece in short_pieces(chunk, _PIECE_NUMEL):
-        yield piece, chunk.cut(views, piece)
+        yield piece, chunk.cut(views, piece.place)
 
 
 def short_pieces(chunk: StateChunk, numel: int) -> Iterator[Piece]:

@@ -112,9 +112,20 @@ class StateChunk:
                 pieces.append(Piece(slot.param, low - slot.start, high - slot.start, place))
         return tuple(pieces)
 
-    def cut(self, views: Views, piece: Piece) -> dict[str, torch.Tensor]:
-        """Of views of its states, what belongs to a piece: items, 1D, by state."""
-        cut = (block.layout.cut(views, piece.place.start, piece.place.stop) for block in self.blocks)
+    @cached_property
+    def places(self) -> tuple[slice, ...]:
+        """Those of its pieces; where no padding is between them, of several at once."""
+        places: list[slice] = []
+        for piece in self.pieces:
+            if places and places[-1].stop == piece.place.start:
+                places[-1] = slice(places[-1].start, piece.place.stop)
+            else:
+                places.append(piece.place)
+        return tuple(places)
+
+    def cut(self, views: Views, place: slice) -> dict[str, torch.Tensor]:
+        """Of views of its states, what belongs to the elements at a place: items, 1D, by state."""
+        cut = (block.layout.cut(views, place.start, place.stop) for block in self.blocks)
         return {name: view for of_block in cut for name, view in of_block.items()}
 
 
@@ -212,8 +223,8 @@ class LogicalStates:
             if not self._is_borrowed:
                 self._ring.close()
 
-    def read(self, chunks: Iterable[StateChunk]) -> Iterator[tuple[StateChunk, dict[str, torch.Tensor]]]:
-        """Each chunk with views of its states, 1D, `[items of the chunk]`, that hold until the next one is asked for.
+    def read(self, chunks: Iterable[StateChunk]) -> Iterator[ChunkReading]:
+        """Each chunk, whose views hold until the next one is asked for, and what is `leaving` then is over.
 
         The next ones are taken from `chunks`, and their reads begun, as far as the ring has room.
 
@@ -233,7 +244,7 @@ class LogicalStates:
                     begun.append(self.begin(chunk))
                 if not begun:
                     return
-                yield begun[0].chunk, begun[0].views()
+                yield begun[0]
                 self.release(begun.popleft())
         finally:
             for reading in begun:
@@ -258,7 +269,7 @@ class LogicalStates:
     def release(self, reading: ChunkReading) -> None:
         """Its views are not used any more."""
         if reading.slot is not None:
-            self._ring.release(reading.slot, reading.reads)
+            self._ring.release(reading.slot, [*reading.reads, *reading.leaving])
 
     def write(self, chunk: StateChunk, fill: Callable[[Views], None]) -> None:
         """Let `fill` set the views of a chunk's states, padding included, and take them home.
@@ -327,12 +338,15 @@ class ChunkReading:
     Attributes
     ----------
     chunk : StateChunk
+    leaving : list[Waitable]
+        What still reads its views when it is released.
     """
 
     def __init__(self, chunk: StateChunk, waits: Waits) -> None:
         self.chunk = chunk
         self.records: list[tuple[Block, torch.Tensor]] = []
         self.reads: list[Waitable] = []
+        self.leaving: list[Waitable] = []
         self.slot: StagingSlot | None = None
         self._waits = waits
 

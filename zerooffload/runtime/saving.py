@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from zerooffload.checkpoint.folders import PartFolder, remove_leftovers
 from zerooffload.checkpoint.manifest import ChunkEntry, GroupEntry, Manifest, ParamEntry, RunEntry, StateEntry
@@ -18,13 +17,21 @@ from zerooffload.checkpoint.shard_writer import ShardWriter
 from zerooffload.config import TierName
 from zerooffload.errors import CheckpointError, ConfigError, RankError, ZeroOffloadError
 from zerooffload.optim.record import OptimizerStates
-from zerooffload.runtime.logical_states import HeldParam, LogicalStates, StateChunk, held_params, state_chunks
+from zerooffload.runtime.logical_states import (
+    NUM_SLOTS,
+    ChunkReading,
+    HeldParam,
+    LogicalStates,
+    StateChunk,
+    held_params,
+    state_chunks,
+)
 from zerooffload.runtime.resources import Parts, Resources
 from zerooffload.runtime.snapshots import Snapshot, Snapshots
 from zerooffload.runtime.worker_thread import Outcome
 from zerooffload.sharding.collectives import Collectives, StepAgreement, agree, gather_from_all
 from zerooffload.sharding.unit import Unit, UnitFlat
-from zerooffload.telemetry import Waitable
+from zerooffload.telemetry import Wait, Waitable, wait_for_all
 from zerooffload.tiers import dtype_name
 
 _WELL, _FAILED = 1, 0
@@ -92,6 +99,7 @@ class Saver:
         self._snapshots = snapshots
         self._agreement: StepAgreement | None = None
         self._ticket: SaveTicket | None = None
+        self._thread: threading.Thread | None = None
         self._with_spares: set[Path] = set()
 
     def save(
@@ -143,6 +151,10 @@ class Saver:
         if self._ticket is not None:
             with suppress(Exception):
                 self._ticket.wait()
+        if self._thread is not None:
+            # What it lets go of in the end must not meet the end of the process.
+            self._thread.join()
+            self._thread = None
 
     def close(self) -> None:
         """`finish`, and remove what the next save would have written over; again is harmless."""
@@ -157,8 +169,10 @@ class Saver:
             with self._parts.recorder.in_background():
                 self._finish(job, ticket, keep_last)
 
+        thread = threading.Thread(target=finish, name="zerooffload-save", daemon=True)
         try:
-            threading.Thread(target=finish, name="zerooffload-save", daemon=True).start()
+            thread.start()
+            self._thread = thread
         except RuntimeError:
             # The system has no thread left: it is done at once.
             self._finish(job, ticket, keep_last)
@@ -263,8 +277,8 @@ class _Job:
         self._open.callback(self._writer.close)
         self._states = self._open.enter_context(LogicalStates(chunks, host, parts))
         self._numbers = {chunk: number for number, chunk in enumerate(chunks)}
-        for chunk, views in self._states.read(chunk for chunk in chunks if chunk.needs_device):
-            self._write(chunk, views)
+        for reading in self._states.read(chunk for chunk in chunks if chunk.needs_device):
+            self._write(reading)
         self.snapshot = Snapshot([chunk for chunk in chunks if not chunk.needs_device], updates)
 
     def finish(self, keep_last: int | None) -> BaseException | None:
@@ -284,14 +298,21 @@ class _Job:
             self._folder.abandon()
 
     def _write_rest(self) -> None:
-        for chunk, views in self._states.read(iter(self.snapshot.next, None)):
-            self._write(chunk, views)
-            self.snapshot.was_read(chunk)
+        under_way: deque[list[Waitable]] = deque()
+        for reading in self._states.read(iter(self.snapshot.next, None)):
+            self._write(reading)
+            self.snapshot.was_read(reading.chunk, reading.leaving)
+            under_way.append(reading.leaving)
+            if len(under_way) > NUM_SLOTS:
+                # What somebody waits for is read next: not behind all that the drive has still to do.
+                wait_for_all(self._parts.waits, Wait.STATE_WRITE, under_way.popleft())
         self._writer.finish()
 
-    def _write(self, chunk: StateChunk, views: Mapping[str, torch.Tensor]) -> None:
-        cuts = [chunk.cut(views, piece) for piece in chunk.pieces]
-        self._writer.write(self._numbers[chunk], {part.name: [cut[part.name] for cut in cuts] for part in chunk.states})
+    def _write(self, reading: ChunkReading) -> None:
+        chunk, views = reading.chunk, reading.views()
+        cuts = [chunk.cut(views, place) for place in chunk.places]
+        states = {part.name: [cut[part.name] for cut in cuts] for part in chunk.states}
+        reading.leaving += self._writer.write(self._numbers[chunk], states)
 
     def _commit(self, keep_last: int | None) -> None:
         if self._folder is None:

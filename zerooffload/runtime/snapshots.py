@@ -1,17 +1,19 @@
 """States as they are at one moment, while training goes on.
 
 [Note: a save beside the training]
-What a save has not read yet must not change. So whoever is about to change a chunk of a home waits until it was read,
-and the save reads that chunk next. What a hidden update of the saved step still writes is waited for the other way
-round: the save reads a flat's chunks when its update is over.
+What a save has not read yet must not change. So whoever is about to change a chunk of a home waits until it was read
+(and written, where it is written from there), and the save reads that chunk next. What a hidden update of the saved
+step still writes is waited for the other way round: the save reads a flat's chunks when its update is over.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
+from zerooffload.errors import ZeroOffloadError
 from zerooffload.runtime.logical_states import StateChunk
 from zerooffload.runtime.worker_thread import Outcome
 from zerooffload.sharding.unit import UnitFlat
@@ -34,7 +36,7 @@ class Snapshot:
         self._lock = threading.Lock()
         self._left = dict.fromkeys(chunks)
         self._wanted: deque[StateChunk] = deque()
-        self._outcomes = {chunk: Outcome() for chunk in self._left}
+        self._readings = {chunk: _Reading() for chunk in self._left}
         self._of_block = {(id(block), chunk.number): chunk for chunk in self._left for block in chunk.blocks}
 
     def next(self) -> StateChunk | None:
@@ -54,21 +56,21 @@ class Snapshot:
             update.wait()
         return chunk
 
-    def was_read(self, chunk: StateChunk) -> None:
-        """It may change."""
-        self._outcomes[chunk].over()
+    def was_read(self, chunk: StateChunk, leaving: Sequence[Waitable] = ()) -> None:
+        """It may change, once `leaving` is over; what fails of that is told elsewhere."""
+        self._readings[chunk].leave(leaving)
 
     def abandon(self) -> None:
         """Nothing more is read."""
         with self._lock:
             self._left.clear()
-        for outcome in self._outcomes.values():
-            outcome.over()
+        for reading in self._readings.values():
+            reading.over()
 
     def reading_of(self, block: Block, number: int) -> Waitable | None:
         """What must be over before a chunk of a block is changed; None if nothing must. It is read next."""
         chunk = self._of_block.get((id(block), number))
-        if chunk is None or self._outcomes[chunk].done():
+        if chunk is None or self._readings[chunk].done():
             return None
         update = self._updates.get(chunk.part)
         if update is not None and not update.done():
@@ -77,7 +79,7 @@ class Snapshot:
         with self._lock:
             if chunk in self._left:
                 self._wanted.append(chunk)
-        return self._outcomes[chunk]
+        return self._readings[chunk]
 
     def _choose(self) -> StateChunk | None:
         while self._wanted:
@@ -89,6 +91,30 @@ class Snapshot:
         if chunk is not None:
             del self._left[chunk]
         return chunk
+
+
+class _Reading(Outcome):
+    """That a chunk was read, and what was read from where it lies has been written; never fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._leaving: Sequence[Waitable] = ()
+
+    def leave(self, leaving: Sequence[Waitable]) -> None:
+        """It was read, but for these."""
+        self._leaving = leaving
+        self.over()
+
+    def wait(self) -> None:
+        """Block."""
+        super().wait()
+        for item in self._leaving:
+            with suppress(ZeroOffloadError):
+                item.wait()
+
+    def done(self) -> bool:
+        """Whether it has."""
+        return super().done() and all(item.done() for item in self._leaving)
 
 
 class Snapshots:

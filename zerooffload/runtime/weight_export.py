@@ -77,7 +77,8 @@ def write_parameters(run: Run, units: Sequence[Unit], tensors: Iterable[FileTens
     chunks = [chunk for chunk in state_chunks(units) if any(made_of(piece) for piece in chunk.pieces)]
     run.check_idle("zo.export_safetensors")
     with torch.no_grad(), run.logical_states(chunks, states, alone=True) as homes:
-        for chunk, views in homes.read(chunks):
+        for reading in homes.read(chunks):
+            chunk, views = reading.chunk, reading.views()
             for piece in chunk.pieces:
                 for tensor in made_of(piece):
                     low = max(piece.start, tensor.first)

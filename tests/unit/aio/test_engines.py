@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from zerooffload import InternalError, TierIOError
 from zerooffload.accelerator.pages import populated_pages
 from zerooffload.aio import Engine, OpenFile
+from zerooffload.aio.threads import ThreadsEngine
 from zerooffload.formats import MIB
 
 if TYPE_CHECKING:
@@ -95,6 +96,14 @@ def test_many_transfers_are_in_flight_at_the_same_time(engine: Engine, new_file:
     for ticket in tickets:
         ticket.wait()
     assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
+
+
+def test_a_ticket_whose_wait_is_just_ending_on_another_thread_is_done(file: OpenFile) -> None:
+    engine = ThreadsEngine()
+    ticket = engine.submit_write(file, 0, content(BLOCK, 1))
+    assert ticket._engine.wait(ticket._number, 60.0) is not None
+    assert ticket.done()
+    engine.close()
 
 
 def test_several_threads_submit_and_wait(engine: Engine, file: OpenFile) -> None:

@@ -14,12 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.simulated_engine import SimulatedEngine, Transfers
 
+from zerooffload.accelerator import populated_pages
 from zerooffload.accelerator.cpu import CpuAccelerator
-from zerooffload.checkpoint.page_writer import PageWriter
+from zerooffload.aio import OpenFile
+from zerooffload.checkpoint.page_writer import PAGE_BYTES, PageWriter
 from zerooffload.errors import InternalError
 from zerooffload.formats import MIB
 from zerooffload.memory import Budget
-from zerooffload.telemetry import Recorder, Waits
+from zerooffload.telemetry import Recorder, Waitable, Waits
 from zerooffload.tiers import StagingRing
 
 BLOCK_BYTES = 16 << 10
@@ -28,6 +30,14 @@ BLOCK_BYTES = 16 << 10
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zerooffload.checkpoint.page_writer.BLOCK_BYTES", BLOCK_BYTES)
+    monkeypatch.setattr("zerooffload.checkpoint.page_writer.LEAST_IN_PLACE_BYTES", 2 * PAGE_BYTES)
+
+
+def in_pages(content: bytes) -> torch.Tensor:
+    """In memory that starts with a page."""
+    memory = populated_pages(max(len(content), 1))[: len(content)]
+    memory.numpy()[:] = bytearray(content)
+    return memory
 
 
 @contextmanager
@@ -55,7 +65,7 @@ def test_the_file_is_what_was_written_whatever_the_order(
     lengths: list[int], seed: int, before: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     draw = random.Random(seed)  # noqa: S311 - the same order every time
-    content = torch.frombuffer(bytearray(draw.randbytes(sum(lengths) or 1)), dtype=torch.uint8)[: sum(lengths)]
+    content = in_pages(draw.randbytes(sum(lengths)))
     path = tmp_path_factory.mktemp("files") / "file"
     if before:
         path.write_bytes(b"\xff" * before)
@@ -65,9 +75,47 @@ def test_the_file_is_what_was_written_whatever_the_order(
         for index in order:
             piece = content[starts[index] : starts[index] + lengths[index]]
             middle = draw.randint(0, piece.numel())
-            found = writer.write(starts[index], [piece[:middle], piece[middle:]])
-            assert found == xxhash.xxh3_64_hexdigest(piece.numpy().tobytes())
+            written = writer.write(starts[index], [piece[:middle], piece[middle:]])
+            assert written.checksum == xxhash.xxh3_64_hexdigest(piece.numpy().tobytes())
+            for item in written.leaving:
+                item.wait()
     assert path.read_bytes() == content.numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ((0, 0, 2 * PAGE_BYTES), [2 * PAGE_BYTES]),
+        ((0, 0, 2 * PAGE_BYTES - 1), []),
+        ((0, 0, 9 * PAGE_BYTES + 100), [9 * PAGE_BYTES]),
+        ((100, 100, 9 * PAGE_BYTES), [8 * PAGE_BYTES]),
+        ((PAGE_BYTES, 0, 2 * PAGE_BYTES), [2 * PAGE_BYTES]),
+        ((100, 0, 9 * PAGE_BYTES), []),
+        ((0, 64, 9 * PAGE_BYTES), []),
+    ],
+)
+def test_what_lies_in_memory_as_in_the_file_is_written_from_there(
+    place: tuple[int, int, int], expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, lead, nbytes = place
+    memory = in_pages(bytes(range(256)) * 160)
+    submit, in_place = SimulatedEngine.submit_write, []
+
+    def watch(engine: SimulatedEngine, file: OpenFile, offset_bytes: int, source: torch.Tensor) -> Waitable:
+        if 0 <= source.data_ptr() - memory.data_ptr() < memory.numel():
+            in_place.append(source.numel())
+        return submit(engine, file, offset_bytes, source)
+
+    monkeypatch.setattr(SimulatedEngine, "submit_write", watch)
+    with writer_of(tmp_path / "file", start + nbytes) as writer:
+        writer.write(0, [torch.zeros(start, dtype=torch.uint8)])
+        source = memory[lead : lead + nbytes]
+        leaving = writer.write(start, [source]).leaving
+        assert in_place == expected
+        assert len(leaving) == len(expected)
+        for item in leaving:
+            item.wait()
+    assert (tmp_path / "file").read_bytes()[start:] == source.numpy().tobytes()
 
 
 def test_a_file_that_lacks_bytes_is_not_finished(tmp_path: Path) -> None:

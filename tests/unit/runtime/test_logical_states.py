@@ -48,9 +48,10 @@ def joined(run: Run, states: set[str] | None = None) -> dict[tuple[str, str], to
     pieces: dict[tuple[str, str], list[torch.Tensor]] = {}
     chunks = state_chunks(run.units)
     with run.logical_states(chunks, states) as logical:
-        for chunk, views in logical.read(chunks):
+        for reading in logical.read(chunks):
+            chunk, views = reading.chunk, reading.views()
             for piece in chunk.pieces:
-                for state, items in chunk.cut(views, piece).items():
+                for state, items in chunk.cut(views, piece.place).items():
                     pieces.setdefault((piece.param.name, state), []).append(items.cpu().clone())
     return {key: torch.cat(items) for key, items in pieces.items()}
 
