@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerooffload.config import OffloadConfig
-    from zerooffload.entry.checkpoints import load, load_dcp, load_deepspeed, save, save_dcp
+    from zerooffload.entry.checkpoints import load, load_dcp, load_deepspeed, promote, save, save_dcp
     from zerooffload.entry.offloading import close, offload, reclaim_device, release_device
     from zerooffload.entry.training import (
         clip_grad_norm_,
@@ -70,6 +70,7 @@ _HOMES = {
     "load_pretrained": "integrations.huggingface",
     "no_sync": "entry.training",
     "offload": "entry.offloading",
+    "promote": "entry.checkpoints",
     "reclaim_device": "entry.offloading",
     "release_device": "entry.offloading",
     "resume": "entry.training",
@@ -108,6 +109,7 @@ __all__ = [
     "load_pretrained",
     "no_sync",
     "offload",
+    "promote",
     "reclaim_device",
     "release_device",
     "resume",

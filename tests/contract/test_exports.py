@@ -37,6 +37,7 @@ FACE = [
     "load_pretrained",
     "no_sync",
     "offload",
+    "promote",
     "reclaim_device",
     "release_device",
     "resume",
@@ -87,6 +88,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ("sliced_loss", "(head, loss_fn, *, micro_batch_size=None)"),
         ("step_report", "(model)"),
         ("no_sync", "(model)"),
+        ("promote", "(nvme_paths, directory)"),
         ("trace", "(model, path, *, steps=None)"),
         ("close", "(model)"),
         (

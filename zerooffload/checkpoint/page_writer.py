@@ -3,7 +3,8 @@
 [Note: written in place]
 Whole pages that lie in memory as they do in the file, from the start of a page on, go out from where they are; whoever
 has them leaves them as they are meanwhile. All else is copied to where it is aligned: parts of pages, short runs, and
-what lies otherwise, since what comes before it in the file has not the length of whole pages.
+what lies otherwise, since what comes before it in the file has not the length of whole pages. What a file holds already
+is not written but shared with it, run by run, where the file system can.
 
 [Note: pages that are shared]
 Direct I/O moves whole pages of the file. A page on which two writes meet is kept in memory until all its bytes are
@@ -21,7 +22,8 @@ import numpy as np
 import torch
 import xxhash
 
-from zerooffload.aio import Engine
+from zerooffload.aio import Engine, OpenFile
+from zerooffload.aio.cloning import clone_range
 from zerooffload.aio.files import open_or_create, reserve_space
 from zerooffload.errors import InternalError, TierIOError
 from zerooffload.formats import MIB, round_up
@@ -74,8 +76,13 @@ class PageWriter:
             self.close()
             raise
 
-    def write(self, offset_bytes: int, sources: Sequence[torch.Tensor]) -> Written:
+    def write(self, offset_bytes: int, sources: Sequence[torch.Tensor], stored: Stored | None = None) -> Written:
         """Write what `sources`, uint8 1D, hold one after the other, each byte of the file once.
+
+        Parameters
+        ----------
+        stored : Stored, optional
+            Where they lie in another file.
 
         Raises
         ------
@@ -90,7 +97,8 @@ class PageWriter:
                 copied.append(run)
                 continue
             position = self._write_copies(position, copied, digest)
-            leaving.append(self._engine.submit_write(self._file, position, run))
+            if stored is None or not self._share(position, run, stored):
+                leaving.append(self._engine.submit_write(self._file, position, run))
             digest.update(run.numpy().data)
             self._num_written += run.numel()
             position += run.numel()
@@ -117,6 +125,11 @@ class PageWriter:
     def close(self) -> None:
         """Close the file, of which nothing is on its way; again is harmless."""
         self._file.close()
+
+    def _share(self, position: int, run: torch.Tensor, stored: Stored) -> bool:
+        """Let the file have the other one's blocks; whether that can be done."""
+        offset = stored.offset_bytes + run.data_ptr() - stored.memory.data_ptr()
+        return clone_range(stored.file, offset, self._file, position, run.numel())
 
     def _write_copies(self, position: int, left: list[torch.Tensor], digest: xxhash.xxh3_64) -> int:
         """Write bytes that are copied before this returns; where they end in the file."""
@@ -164,6 +177,15 @@ class PageWriter:
             return False
         memory.copy_(self._shared.pop(page).content)
         return True
+
+
+@dataclass(frozen=True)
+class Stored:
+    """That `memory`, uint8 1D, which begins with a page, is what a file holds from `offset_bytes` on."""
+
+    memory: torch.Tensor
+    file: OpenFile
+    offset_bytes: int
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from zerooffload.accelerator import Accelerator
 from zerooffload.aio import Engine
 from zerooffload.aio.durable_names import write_durably
 from zerooffload.checkpoint.manifest import Manifest, manifest_name
-from zerooffload.checkpoint.page_writer import NUM_BLOCKS, PageWriter, block_nbytes
+from zerooffload.checkpoint.page_writer import NUM_BLOCKS, PageWriter, Stored, block_nbytes
 from zerooffload.checkpoint.shard_files import ShardFile, file_name, plan_files
 from zerooffload.errors import InternalError
 from zerooffload.memory import Budget
@@ -77,8 +77,15 @@ class ShardWriter:
             self.close()
             raise
 
-    def write(self, chunk: int, states: Mapping[str, Sequence[torch.Tensor]]) -> list[Waitable]:
+    def write(
+        self, chunk: int, states: Mapping[str, Sequence[torch.Tensor]], stored: Mapping[str, Stored] | None = None
+    ) -> list[Waitable]:
         """Write a chunk: of each of its states, its segments' items, 1D; the writes that still read them.
+
+        Parameters
+        ----------
+        stored : Mapping[str, Stored], optional
+            Where the items lie in other files, by state.
 
         Raises
         ------
@@ -93,7 +100,7 @@ class ShardWriter:
             if sum(source.numel() for source in sources) != place.nbytes:
                 raise InternalError(f"{self._files[state].name}: chunk {chunk} is not as long as was planned")
             offset = self._headers[state].numel() + place.offset_bytes
-            written = self._writers[state].write(offset, sources)
+            written = self._writers[state].write(offset, sources, (stored or {}).get(state))
             self._checksums[chunk][state] = written.checksum
             leaving += written.leaving
         self._leaving += leaving

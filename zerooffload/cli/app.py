@@ -158,6 +158,24 @@ def export(
 
 
 @app.command()
+def promote(
+    context: typer.Context,
+    run: Annotated[Path, typer.Argument(help="The first nvme path of a run.", metavar="DIR")],
+    checkpoints: Annotated[Path, typer.Argument(help="Where to save the checkpoint.", metavar="CHECKPOINTS")],
+    *,
+    path: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FOLDER", help="Another nvme path of the run; may be given several times."),
+    ] = None,
+) -> None:
+    """Make a checkpoint of the last step that a run committed; no run may use it meanwhile."""
+    from zerooffload.entry.checkpoints import promote as promote_run  # noqa: PLC0415 - imports torch
+
+    with _ends_for_users(context):
+        print(f"checkpoint made: {promote_run([run, *(path or [])], checkpoints)}")
+
+
+@app.command()
 def calibrate(
     context: typer.Context,
     *,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerooffload.checkpoint import promotion
 from zerooffload.entry.runs import run_of_whole
 from zerooffload.errors import ConfigError
 from zerooffload.runtime import dcp_exchange, deepspeed_import
@@ -97,6 +98,43 @@ def load(
         If the host's budget has no room for what is on its way from the files.
     """
     return run_of_whole(model, "zo.load").load(Path(directory), _as_list(optimizer))
+
+
+def promote(
+    nvme_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], directory: str | os.PathLike[str]
+) -> Path:
+    """Make a checkpoint of the last step that a run committed on its nvme paths, without a model, on one process.
+
+        zo.promote("/mnt/nvme", "checkpoints")
+
+    It is one like any other: `zo.load` reads it into any number of ranks and any placement, and gives None as `extra`.
+    Every chunk is compared with its checksum. Where both lie on one file system that can (btrfs, xfs), whole pages are
+    shared and not written. The run is left as it is, and can be resumed.
+
+    Parameters
+    ----------
+    nvme_paths : path or sequence of them
+        All that the run was given, with the directories of all its ranks.
+    directory : path
+        For `zo.load`: made if it is not there.
+
+    Returns
+    -------
+    pathlib.Path
+        The checkpoint's folder.
+
+    Raises
+    ------
+    CheckpointError
+        If no run finished a step there, or its files are damaged.
+    ConfigError
+        If a run uses the paths, ranks are missing or have parts of a model, or the run does not keep what is frozen;
+        or if the directory cannot be used.
+    TierIOError
+        If a file cannot be read or written. No checkpoint is made then.
+    """
+    paths = [nvme_paths] if isinstance(nvme_paths, str | os.PathLike) else nvme_paths
+    return promotion.promote([Path(path) for path in paths], Path(directory))
 
 
 def save_dcp(
