@@ -9,12 +9,15 @@ from support.hostile_files import (
     attack,
     sample_checkpoint,
     sample_manifest,
+    sample_promotable,
     sample_record,
+    sample_step,
     signed_manifest,
     signed_record,
 )
 
 import zerooffload as zo
+from zerooffload.checkpoint.kept_run import parts_of
 from zerooffload.checkpoint.manifest import read_manifests
 from zerooffload.checkpoint.reshard import join
 from zerooffload.journal.manifest import read_manifest
@@ -46,6 +49,15 @@ def test_the_sample_of_a_checkpoint_is_read(scratch: Path) -> None:
     (scratch / "rank-00000.json").write_bytes(manifest.encode())
     assert read_manifests(scratch) == [manifest]
     assert set(join([manifest], "here").params) == {"w", "v", "ids", "none"}
+
+
+def test_the_sample_of_a_run_is_promoted() -> None:
+    (part,) = parts_of("a" * 32, [(sample_promotable(), sample_step())])
+    assert [(param.name, param.start, param.stop, param.num_steps) for param in part.manifest.params] == [
+        ("w", 0, 5000, 3)
+    ]
+    assert [chunk.numel for chunk in part.manifest.chunks] == [4096, 904]
+    assert [[record.offset_bytes for record in chunk.records] for chunk in part.chunks] == [[0, 40960], [36864, 2]]
 
 
 def test_many_slots_in_a_record_of_few_bytes() -> None:

@@ -6,7 +6,7 @@ import json
 import random
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ import numpy as np
 import torch
 import xxhash
 
+from zerooffload.checkpoint.kept_run import parts_of
 from zerooffload.checkpoint.manifest import ChunkEntry, GroupEntry, RunEntry, read_manifests
 from zerooffload.checkpoint.manifest import Manifest as CheckpointManifest
 from zerooffload.checkpoint.manifest import ParamEntry as CheckpointParam
 from zerooffload.checkpoint.manifest import StateEntry as CheckpointState
 from zerooffload.checkpoint.reshard import join
-from zerooffload.errors import CheckpointError
+from zerooffload.checkpoint.shard_files import plan_files
+from zerooffload.errors import CheckpointError, ConfigError
 from zerooffload.journal import FlatEntry, Manifest, ParamEntry, PartEntry, StateEntry, StepRecord
 from zerooffload.journal.manifest import read_manifest
 from zerooffload.journal.record import decode
@@ -93,6 +95,21 @@ def sample_checkpoint() -> CheckpointManifest:
         run=RunEntry({"loader": {"position": 7}}, {}, [[{"lr": 0.1}]], {}),
         extra=to_json({"tensor": torch.ones(3)}, "extra"),
     )
+
+
+def sample_promotable() -> Manifest:
+    """A manifest that a checkpoint can be made of, with `sample_step`."""
+    sample = sample_manifest()
+    names = (f"{sample.flats[0].name} {kind}" for kind in ("parameters", "optimizer state"))
+    return replace(
+        sample, states=tuple(replace(state, name=name) for state, name in zip(sample.states, names, strict=True))
+    )
+
+
+def sample_step() -> StepRecord:
+    """The record of a step of `sample_promotable`."""
+    state = {"steps": [[3]], "objects": {}, "schedules": {}, "optimizers": [], "random": {}}
+    return replace(sample_record(4), state=state)
 
 
 def signed_record(payload: bytes, header: bytes | None = None) -> bytes:
@@ -222,7 +239,22 @@ def attempts(choice: random.Random, folder: Path) -> Attempt:
         found = join(read_manifests(folder), str(folder))
         return from_json(found.manifests[0].extra)
 
+    def promotion(manifest: bytes, step: bytes) -> Any:
+        (folder / "manifest.json").write_bytes(manifest)
+        try:
+            (part,) = parts_of("a" * 32, [(read_manifest(folder / "manifest.json"), decode(step, "record-0.bin"))])
+        except ConfigError as error:
+            raise CheckpointError("a state is not there") from error
+        return plan_files(part.manifest, "here")
+
+    def of_step(content: bytes) -> Any:
+        return promotion(sample_promotable().encode(), content)
+
+    def of_manifest(content: bytes) -> Any:
+        return promotion(content, step)
+
     readers = (record, manifest, checkpoint)
+    promotable, step = sample_promotable().encode().partition(b"\n")[0], sample_step().encode()
     saved = sample_checkpoint().encode().partition(b"\n")[0]
     written = sample_record(choice.choice((0, 1, 8, 11))).encode()
     line = sample_manifest().encode().partition(b"\n")[0]
@@ -243,6 +275,9 @@ def attempts(choice: random.Random, folder: Path) -> Attempt:
             lambda: Attempt("a manifest of other values", signed_manifest(_other_values(line, choice)), manifest),
             lambda: Attempt("a checkpoint of changed bytes", signed_manifest(mutated(saved, choice)), checkpoint),
             lambda: Attempt("a checkpoint of other values", signed_manifest(_other_values(saved, choice)), checkpoint),
+            lambda: Attempt("a run of changed bytes", signed_manifest(mutated(promotable, choice)), of_manifest),
+            lambda: Attempt("a run of other values", signed_manifest(_other_values(promotable, choice)), of_manifest),
+            lambda: Attempt("a run with a changed step", signed_record(mutated(step[64:], choice)), of_step),
             lambda: Attempt("noise", choice.randbytes(choice.randrange(300)), choice.choice(readers)),
         )
     )()

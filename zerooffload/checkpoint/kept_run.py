@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from zerooffload.checkpoint.manifest import ChunkEntry, GroupEntry, Manifest, ParamEntry, RunEntry, StateEntry
+from zerooffload.checkpoint.manifest import ChunkEntry, GroupEntry, Manifest, ParamEntry, RunEntry, StateEntry, checked
 from zerooffload.config import Algorithm, MomentFormat
 from zerooffload.errors import CheckpointError, ConfigError
 from zerooffload.journal import FlatEntry, StepRecord
@@ -108,12 +108,13 @@ def _part(
 ) -> KeptPart:
     states = {state.name: state for state in manifest.states}
     firsts = dict(zip(states, accumulate((len(state.chunks) for state in manifest.states), initial=0), strict=False))
-    steps = iter(record.state["steps"])
+    trainable = [flat.name for flat in manifest.flats if flat.trainable]
+    steps = dict(zip(trainable, record.state["steps"], strict=True))
     groups: list[GroupEntry] = []
     params: list[ParamEntry] = []
     chunks: list[tuple[int, KeptChunk]] = []
     for flat in manifest.flats:
-        num_steps = next(steps) if flat.trainable else [0] * len(flat.params)
+        num_steps = steps.get(flat.name, [0] * len(flat.params))
         if (flat.name, flat.shard_start) in taken:
             continue
         taken.add((flat.name, flat.shard_start))
@@ -130,7 +131,7 @@ def _part(
         params += _params(flat, of_flat[0], groups.index(group), num_steps)
         chunks += _chunks(flat, [(state, firsts[state.name]) for state in of_flat], record)
     names_of = [[part.name for state in chunk.records for part in state.layout.parts] for _, chunk in chunks]
-    return KeptPart(
+    made = checked(
         Manifest(
             save=save,
             rank=manifest.rank,
@@ -146,9 +147,9 @@ def _part(
             ),
             run=RunEntry(**{name: record.state[name] for name in ("objects", "schedules", "optimizers", "random")}),
             extra=None,
-        ),
-        tuple(chunk for _, chunk in chunks),
+        )
     )
+    return KeptPart(made, tuple(chunk for _, chunk in chunks))
 
 
 def _group(flat: FlatEntry, states: list[KeptState]) -> GroupEntry:
@@ -171,6 +172,8 @@ def _chunks(
 ) -> Iterator[tuple[int, KeptChunk]]:
     """Those that hold elements of parameters, and how many."""
     layouts = [layout_of(state) for state, _ in states]
+    if any(layout.num_chunks != len(state.chunks) for layout, (state, _) in zip(layouts, states, strict=True)):
+        raise ValueError(f"states of {flat.name} have other chunks than their elements need")
     for number in layouts[0].chunks:
         begin, end = (flat.shard_start + edge for edge in layouts[0].chunk_range(number))
         places: list[slice] = []

@@ -157,6 +157,12 @@ class Manifest(_Strict):
 _ADAPTER = TypeAdapter(Manifest)
 
 
+def checked(manifest: Manifest) -> Manifest:
+    """It itself, if every value in it is one that a reader takes; `ValueError` otherwise."""
+    _ADAPTER.validate_python(asdict(manifest))
+    return manifest
+
+
 def manifest_name(rank: int) -> str:
     """Of a rank's file."""
     return f"rank-{rank:05d}.json"
