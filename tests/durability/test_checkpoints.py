@@ -29,6 +29,7 @@ from support.durable_training import (
     training,
 )
 from support.hostile_files import signed_manifest
+from support.leases import pretend_drive
 from support.rank_turns import TurnCollectives, Turns
 from support.reference_training import current_params, language_loss
 from support.simulated_engine import Fault, SimulatedEngine, Transfers
@@ -409,6 +410,42 @@ def test_a_second_save_a_load_and_the_end_wait_for_the_first(scratch: Path, monk
         tickets[1].path.name,
         tickets[2].path.name,
     ]
+
+
+def test_files_are_written_over_and_nobody_notices(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_drive(scratch, monkeypatch)
+    directory = scratch / "checkpoints"
+
+    def inode(path: Path) -> int:
+        return (path / "param-00000-of-00001.safetensors").stat().st_ino
+
+    with training(scenario(), scratch / "a", real_environment()) as run:
+        run.one_batch()
+        saved = [save(run, directory, keep_last=1).path]
+        inodes = [inode(saved[0])]
+        # Of a save with other states.
+        (saved[0] / "master-00000-of-00001.safetensors").write_bytes(b"other")
+        reader = (saved[0] / "exp_avg-00000-of-00001.safetensors").open("rb")
+        before = reader.read()
+        for _ in range(3):
+            run.one_batch()
+            saved.append(save(run, directory, keep_last=1).path)
+            inodes.append(inode(saved[-1]))
+        assert inodes[2:] == inodes[:2]
+        reader.seek(0)
+        assert reader.read() == before
+        reader.close()
+        assert [path.name for path in sorted(directory.iterdir())] == [f".{saved[-2].name}.part", saved[-1].name]
+        names = ["exp_avg", "exp_avg_sq", "param"]
+        assert [path.name for path in sorted(saved[-1].iterdir())] == [
+            *(f"{name}-00000-of-00001.safetensors" for name in names),
+            "rank-00000.json",
+        ]
+        expected = run.moment()
+    assert list(directory.iterdir()) == [saved[-1]]
+    with training(scenario(), scratch / "b", real_environment()) as run:
+        load(run, directory)
+        assert run.moment().differences(expected) == []
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.leases import pretend_drive
 
 from zerooffload.checkpoint.folders import PartFolder, find_checkpoint, list_checkpoints, remove_leftovers
 from zerooffload.errors import CheckpointError, ConfigError
@@ -58,7 +59,8 @@ def spare(directory: Path, num_ranks: int = 1) -> Path:
     return folder.path / name
 
 
-def test_files_of_states_are_there_to_be_written_over(tmp_path: Path) -> None:
+def test_files_of_states_are_there_to_be_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_drive(tmp_path, monkeypatch)
     path = spare(tmp_path)
     inode = path.stat().st_ino
     folder = PartFolder(tmp_path, 2, 1)
@@ -99,7 +101,10 @@ def beside_a_file_of_others(path: Path) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("use", [with_link, open_for_reading, mapped, through_a_link, beside_a_file_of_others])
-def test_what_somebody_else_may_see_is_not_written_over(use: Callable[[Path], Iterator[None]], tmp_path: Path) -> None:
+def test_what_somebody_else_may_see_is_not_written_over(
+    use: Callable[[Path], Iterator[None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_drive(tmp_path, monkeypatch)
     path = spare(tmp_path)
     with contextmanager(use)(path):
         folder = PartFolder(tmp_path, 2, 1)
@@ -109,7 +114,8 @@ def test_what_somebody_else_may_see_is_not_written_over(use: Callable[[Path], It
         assert (tmp_path / "of-the-user").read_text() == "of the first"
 
 
-def test_what_other_ranks_wrote_is_not_taken_over(tmp_path: Path) -> None:
+def test_what_other_ranks_wrote_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_drive(tmp_path, monkeypatch)
     spare(tmp_path, num_ranks=2)
     folder = PartFolder(tmp_path, 2, 1)
     assert list(folder.path.iterdir()) == []
@@ -120,6 +126,7 @@ def test_a_file_system_that_cannot_tell_who_has_a_file_open(tmp_path: Path, monk
         assert command == fcntl.F_SETLEASE
         raise OSError(errno.EINVAL, "no leases")
 
+    pretend_drive(tmp_path, monkeypatch)
     spare(tmp_path)
     monkeypatch.setattr("zerooffload.checkpoint.folders.fcntl.fcntl", refuse)
     assert list(PartFolder(tmp_path, 2, 1).path.iterdir()) == []
