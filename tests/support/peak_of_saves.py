@@ -23,8 +23,43 @@ def state_bytes() -> int:
     return 12 * NUM_BLOCKS * WIDTH * (WIDTH + 1)
 
 
-def peaks(_rank: int, world_size: int, folder: str, *, loads: bool) -> dict[str, int]:
-    """The process's peak in bytes, so far, after training, a save, one beside training, and a load; or after a load."""
+def write_deepspeed(folder: Path) -> None:
+    """What DeepSpeed's ZeRO-3 would have saved of the model on one rank, with any values."""
+    shapes = {
+        f"{block}.0.{name}": shape
+        for block in range(NUM_BLOCKS)
+        for name, shape in (("weight", torch.Size([WIDTH, WIDTH])), ("bias", torch.Size([WIDTH])))
+    }
+    values, exp_avg, exp_avg_sq = (torch.rand(state_bytes() // 12) for _ in range(3))
+    step_folder = folder / "global_step3"
+    step_folder.mkdir(parents=True)
+    (folder / "latest").write_text(step_folder.name, encoding="utf-8")
+    states = {0: {"step": torch.tensor(3.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}}
+    optimizer = {
+        "zero_stage": 3,
+        "partition_count": 1,
+        "optimizer_state_dict": {"state": states, "param_groups": [{"lr": 0.1}]},
+        "fp32_flat_groups": [values],
+    }
+    module = {
+        "module": {},
+        "buffer_names": [],
+        "param_shapes": [shapes],
+        "frozen_param_shapes": {},
+        "frozen_param_fragments": {},
+        "shared_params": {},
+        "mp_world_size": 1,
+    }
+    name = "zero_pp_rank_0_mp_rank_00"
+    torch.save({"optimizer_state_dict": optimizer}, step_folder / f"bf16_{name}_optim_states.pt")
+    torch.save(module, step_folder / f"{name}_model_states.pt")
+
+
+def peaks(_rank: int, world_size: int, folder: str, *, loads: str) -> dict[str, int]:
+    """The process's peak in bytes, so far, after training, a save, one beside training, and a load.
+
+    Or after one load alone, of what is in "checkpoints" or "deepspeed".
+    """
     torch.set_num_threads(1)
     # Else the C library keeps what is freed, more or less of it by chance.
     give_freed_memory_back()
@@ -42,8 +77,9 @@ def peaks(_rank: int, world_size: int, folder: str, *, loads: bool) -> dict[str,
     found: dict[str, int] = {}
     try:
         if loads:
-            zo.load(Path(folder, "checkpoints"), model, optimizer)
-            return {"load": process_peak_bytes()}
+            load = zo.load if loads == "checkpoints" else zo.load_deepspeed
+            load(Path(folder, loads), model, optimizer)
+            return {loads: process_peak_bytes()}
         for _ in range(3):
             # The first ones do not reach it.
             _train(model, optimizer)
