@@ -102,9 +102,12 @@ class PartFolder:
     """
 
     def __init__(self, directory: Path, step: int, num_ranks: int) -> None:
+        self._fd = -1
         try:
             directory.mkdir(parents=True, exist_ok=True)
             spare = _take_over(directory, num_ranks)
+            if spare is not None:
+                self._fd = spare[1]
             remove_leftovers(directory)
             others = [name for name in _names(directory, _PART) if spare is None or name != spare[0]]
             numbers = [name.number for name in (*list_checkpoints(directory), *others)]
@@ -115,9 +118,11 @@ class PartFolder:
                 self.path.mkdir(mode=0o700)
                 self._fd = lock_folder(self.path)
             else:
-                self._fd = spare[1]
                 (directory / spare[0].part).rename(self.path)
+                # What is written over must not come back as a checkpoint.
+                flush_directory(directory)
         except OSError as error:
+            self.close()
             raise ConfigError(f"checkpoints cannot be saved in {directory}: {error.strerror}") from error
 
     def commit(self) -> Path:
@@ -148,8 +153,6 @@ class PartFolder:
                 (self._directory / name.final).rename(self._directory / name.part)
             except OSError as error:
                 _log.warning("%s cannot be removed: %s", self._directory / name.final, error.strerror)
-        # What is written over must not come back as a checkpoint.
-        flush_directory(self._directory)
         _remove_leftovers(_names(self._directory, _PART)[:-1], self._directory)
 
     def abandon(self) -> None:
