@@ -43,7 +43,7 @@ def test_what_fits_is_on_host_alone(nvme: Path, plain: Callable[[Recipe], Outcom
 def test_what_does_not_fit_on_host_goes_to_nvme(nvme: Path, plain: Callable[[Recipe], Outcome]) -> None:
     on_host = least_memory(RECIPE, None, "host_memory")
     outcome = train_offloaded(
-        RECIPE, cpu_with_simulated_drive(), nvme_paths=[nvme], host_memory=on_host - 1, overwrite=True
+        RECIPE, cpu_with_simulated_drive(), nvme_paths=[nvme], host_memory=on_host * 4 // 5, overwrite=True
     )
     assert differences(plain(RECIPE), outcome) == []
     assert tiers_of(outcome) >= {"host", "nvme"}

@@ -18,7 +18,7 @@ from zerooffload.planner.cost.step import floor_seconds, may_go_ahead, simulate_
 from zerooffload.planner.plan import Homes, Plan
 from zerooffload.planner.problem import PlacementProblem
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
-from zerooffload.planner.search.candidates import Wish, candidates, compute_seconds
+from zerooffload.planner.search.candidates import Wish, best_first, candidates, compute_seconds
 from zerooffload.planner.search.reasons import reasons_of
 from zerooffload.planner.search.shortfall import shortfall
 
@@ -131,10 +131,10 @@ def _plan_of(request: Request, config: OffloadConfig) -> Plan:
     def least_seconds(plan: AnnouncedPlan) -> float:
         return floor_seconds(plan, profile, wish.speeds, kind_of(plan))
 
-    best = sorted(candidates(wish), key=least_seconds)[:_MOST_RUN_ON_PAPER]
+    best = best_first(candidates(wish), least_seconds)[:_MOST_RUN_ON_PAPER]
     if not best:
         raise shortfall(wish)
-    announced = min(best, key=lambda plan: simulate_step(plan, profile, wish.speeds, kind_of(plan)).seconds)
+    announced, *_ = best_first(best, lambda plan: simulate_step(plan, profile, wish.speeds, kind_of(plan)).seconds)
     kind, homes = kind_of(announced), homes_of(announced)
     return Plan(
         machine=request.machine,

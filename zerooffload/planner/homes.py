@@ -11,7 +11,7 @@ from zerooffload.planner.cost.step import floor_seconds, may_go_ahead
 from zerooffload.planner.placement import is_auto
 from zerooffload.planner.problem import PlacementProblem, choices_of
 from zerooffload.planner.profiles import MachineProfile, ModelProfile, PassWork, UnitWork
-from zerooffload.planner.search.candidates import Wish, candidates
+from zerooffload.planner.search.candidates import Wish, best_first, candidates
 from zerooffload.planner.search.shortfall import shortfall
 
 
@@ -51,10 +51,10 @@ def homes_within(
         schedule = Schedule.DURING_BACKWARD if ahead else Schedule.UNDER_NEXT_FORWARD
         return floor_seconds(plan, idle, speeds, StepKind(schedule=schedule, accumulation=kind.accumulation))
 
-    best = min(candidates(wish), key=seconds, default=None)
-    if best is None:
+    plans = best_first(candidates(wish), seconds)
+    if not plans:
         raise shortfall(wish)
-    return best
+    return plans[0]
 
 
 def _idle(problem: PlacementProblem) -> ModelProfile:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from math import prod
@@ -16,7 +16,7 @@ from zerooffload.planner.placement import TierChoices, UnitHomes, home_tier, is_
 from zerooffload.planner.plan import Homes
 from zerooffload.planner.problem import PlacementProblem, choices_of
 from zerooffload.planner.profiles import ModelProfile
-from zerooffload.planner.search.homes import Counts, HomeSearch, Setting
+from zerooffload.planner.search.homes import WORTH, Counts, HomeSearch, Setting
 from zerooffload.planner.search.kinds import TIERS, Kind, Vector, kinds_of
 
 _MOST_COMBINATIONS = 1000
@@ -72,6 +72,18 @@ def candidates(wish: Wish) -> Iterator[AnnouncedPlan]:
                 yield plan
     if not num_found:
         yield from islice((plan for choices in _by_kind(wish) for plan in _fitting(wish, choices)), 1)
+
+
+def best_first(plans: Iterable[AnnouncedPlan], seconds_of: Callable[[AnnouncedPlan], float]) -> list[AnnouncedPlan]:
+    """The quickest first; of those that are as quick but for a thousandth, the one that came first."""
+    timed = [(seconds_of(plan), number, plan) for number, plan in enumerate(plans)]
+    ordered: list[AnnouncedPlan] = []
+    while timed:
+        least = min(seconds for seconds, _, _ in timed)
+        chosen = next(item for item in timed if item[0] <= least * (1 + WORTH))
+        timed.remove(chosen)
+        ordered.append(chosen[2])
+    return ordered
 
 
 def _fitting(wish: Wish, choices: TierChoices) -> Iterator[AnnouncedPlan]:

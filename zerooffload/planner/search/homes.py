@@ -23,7 +23,7 @@ Counts = list[NDArray[np.int64]]
 _TIE = 1e-3
 """Of all seconds together, what counts beside those of the busiest resource: of plans that are as quick, the one that
 asks for less."""
-_WORTH = 1e-3
+WORTH = 1e-3
 """Of a step: a smaller gain is none, and leaves states where they are."""
 _MOST_REPAIRS = 64
 _MOST_BETTERINGS = 200
@@ -138,11 +138,11 @@ class HomeSearch:
         seconds, over = self._seconds(after), self._over(after)
         fitting = np.where(over <= 0, seconds, np.inf)
         best = int(np.argmin(fitting))
-        if fitting[best] < now * (1 - _WORTH):
+        if fitting[best] < now * (1 - WORTH):
             self._make(counts, moves[best])
             return True
         for number in np.argsort(seconds):
-            if seconds[number] >= now * (1 - _WORTH):
+            if seconds[number] >= now * (1 - WORTH):
                 return False
             if over[number] > 0 and self._try_with_repair(counts, moves[number], now):
                 return True
@@ -151,7 +151,7 @@ class HomeSearch:
     def _try_with_repair(self, counts: Counts, move: _Move, now: float) -> bool:
         tried = [count.copy() for count in counts]
         self._make(tried, move)
-        if not self._repair(tried, most=_MOST_REPAIRS) or self.seconds(tried) >= now * (1 - _WORTH):
+        if not self._repair(tried, most=_MOST_REPAIRS) or self.seconds(tried) >= now * (1 - WORTH):
             return False
         for count, other in zip(counts, tried, strict=True):
             count[:] = other
