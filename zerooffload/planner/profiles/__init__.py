@@ -1,5 +1,6 @@
 """What a plan is made from: how fast a machine is, and what a model asks of it."""
 
+from zerooffload.planner.profiles.cluster import cluster_of
 from zerooffload.planner.profiles.machine import (
     DeviceSpeeds,
     Drive,
@@ -10,6 +11,7 @@ from zerooffload.planner.profiles.machine import (
     write_machine,
 )
 from zerooffload.planner.profiles.model import ModelProfile, PassWork, UnitWork
+from zerooffload.planner.profiles.published import find_machine, published_machines
 from zerooffload.planner.profiles.typical import typical_machine
 
 __all__ = [
@@ -21,6 +23,9 @@ __all__ = [
     "ModelProfile",
     "PassWork",
     "UnitWork",
+    "cluster_of",
+    "find_machine",
+    "published_machines",
     "read_machine",
     "typical_machine",
     "write_machine",

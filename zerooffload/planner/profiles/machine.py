@@ -184,6 +184,8 @@ class MachineProfile(BaseModel):
     ----------
     measured : datetime, optional
         When; None if written by hand.
+    network : float, optional
+        Bytes a second that all ranks of it together get from other machines, and give to them.
     identity : Mapping[str, str]
         What tells this machine and its software from others: empty if written by hand.
     spread : Mapping[str, float]
@@ -198,6 +200,7 @@ class MachineProfile(BaseModel):
     name: str
     measured: datetime | None = None
     identity: dict[str, str] = {}
+    network: Rate | None = None
     device: DeviceSpeeds
     host: HostSpeeds
     drives: tuple[Drive, ...] = ()
