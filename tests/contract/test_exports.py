@@ -37,6 +37,7 @@ FACE = [
     "load_pretrained",
     "no_sync",
     "offload",
+    "plan",
     "promote",
     "reclaim_device",
     "release_device",
@@ -87,6 +88,10 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ("clip_grad_norm_", "(model_or_params, max_norm, norm_type=2.0, error_if_nonfinite=False)"),
         ("sliced_loss", "(head, loss_fn, *, micro_batch_size=None)"),
         ("step_report", "(model)"),
+        (
+            "plan",
+            "(model, config=None, *, run_step, batch_size, sequence_length=1, machine=None, recomputed=(), clips=True)",
+        ),
         ("no_sync", "(model)"),
         ("promote", "(nvme_paths, directory)"),
         ("trace", "(model, path, *, steps=None)"),
