@@ -1,27 +1,22 @@
-"""A run as one page for people: what its last step did when, what each tier held, what moved, and what was the bound.
-
-The page is `report.html` with its places filled. It fetches nothing, and forbids itself to.
-"""
+"""A run as one page for people: what its last step did when, what tiers held, what moved, and what was the bound."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from typing import Any
 
 from zerooffload.formats import format_bytes, format_seconds
 from zerooffload.telemetry import Lane, Span, StepPicture, StepReport
 from zerooffload.telemetry.spans import Rows, by_lane
 from zerooffload.train.loop import TrainingResult
+from zerooffload.train.pages import fill, script_text
 
 _SHADES = (1.0, 0.72, 0.5, 0.36)
 
 
 def html_report(result: TrainingResult, picture: StepPicture, machine: Mapping[str, Any]) -> str:
     """The page of a run that finished a step, whose last one was followed."""
-    page = files("zerooffload.train").joinpath("report.html").read_text(encoding="utf-8")
     title = f"zerooffload: {_model_name(result)}"
     reports = [record.report for record in result.steps]
     places = {
@@ -34,20 +29,9 @@ def html_report(result: TrainingResult, picture: StepPicture, machine: Mapping[s
         "parts": _parts(picture.step.report),
         "memory_note": escape(_memory_note(result)),
         "run": _run_table(result, machine),
-        "data": _script_text(_data(result, picture, reports)),
+        "data": script_text(_data(result, picture, reports)),
     }
-    head, *rest = page.split("{{")
-    filled = [head]
-    for piece in rest:
-        name, _, text = piece.partition("}}")
-        filled += [places[name], text]
-    return "".join(filled)
-
-
-def _script_text(data: object) -> str:
-    """JSON that can end neither its script element nor a comment, whatever names it holds."""
-    text = json.dumps(data, separators=(",", ":"))
-    return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
+    return fill("report.html", places)
 
 
 def _model_name(result: TrainingResult) -> str:
