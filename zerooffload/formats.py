@@ -68,8 +68,22 @@ def format_rate(per_second: float, unit: str = "B") -> str:
     while per_second >= 999.5 and prefix != "T":
         per_second /= 1000
         prefix = next(prefixes)
-    digits = max(0, 2 - len(str(int(per_second))) + 1)
-    return f"{per_second:.{digits}f} {prefix}{unit}/s"
+    return f"{_three_digits(per_second)} {prefix}{unit}/s"
+
+
+def format_count(number: int) -> str:
+    """A number of things with three digits: "8.03 B", "135 M", "1.20 k", "17"."""
+    value = float(number)
+    units = iter(("", " k", " M", " B", " T"))
+    unit = next(units)
+    while value >= 999.5 and unit != " T":
+        value /= 1000
+        unit = next(units)
+    return f"{_three_digits(value)}{unit}" if unit else str(number)
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f}"
 
 
 def format_seconds(seconds: float) -> str:

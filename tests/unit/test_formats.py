@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerooffload.formats import format_bytes, format_rate, format_seconds, parse_bytes, round_up
+from zerooffload.formats import format_bytes, format_count, format_rate, format_seconds, parse_bytes, round_up
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,24 @@ def test_byte_counts_have_three_digits_and_a_unit(nbytes: int, text: str) -> Non
 def test_rates_have_three_digits_and_a_decimal_prefix(rate: float, text: str) -> None:
     assert format_rate(rate) == text
     assert format_rate(rate, "FLOP") == text.replace("B/s", "FLOP/s")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (17, "17"),
+        (999, "999"),
+        (1200, "1.20 k"),
+        (134_515_008, "135 M"),
+        (999_600_000, "1.00 B"),
+        (8_030_261_248, "8.03 B"),
+        (32 * 10**12, "32.0 T"),
+        (10**16, "10000 T"),
+    ],
+)
+def test_counts_have_three_digits_and_a_unit(number: int, text: str) -> None:
+    assert format_count(number) == text
 
 
 @pytest.mark.parametrize(

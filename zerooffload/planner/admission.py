@@ -12,6 +12,8 @@ from zerooffload.formats import format_bytes
 from zerooffload.planner.placement import NUM_STAGING_SLOTS, Claim, Placement, TierChoices
 from zerooffload.tiers.staging import CACHE_HOLDER, ring_nbytes
 
+UNBOUNDED_NBYTES = 1 << 62
+"""The limit of drives whose space nobody told."""
 _WINDOW = "parameters in use"
 _COLLECTION = "gradient collection"
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerooffload.config import TierName
-from zerooffload.planner.admission import AnnouncedPlan
+from zerooffload.planner.admission import UNBOUNDED_NBYTES, AnnouncedPlan
 from zerooffload.planner.cost.step import StepKind
 from zerooffload.planner.placement import Claim
 from zerooffload.planner.profiles import ModelProfile, UnitWork
@@ -37,6 +37,11 @@ class MemoryAccount:
     claims: tuple[Claim, ...]
     baseline_bytes: int | None
     activations: Mapping[str, int]
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether there is a budget: of drives whose space nobody told there is none."""
+        return self.budget_bytes < UNBOUNDED_NBYTES
 
     @property
     def leased_bytes(self) -> int:

@@ -89,15 +89,15 @@ def _drive_mix(drives: tuple[Drive, ...]) -> float:
     """In time: that of the drives together, weighted by what each moves."""
     if not drives:
         return 1.0
-    weights = [_even_rate(drive) for drive in drives]
+    weights = [even_rate(drive) for drive in drives]
     return sum(
-        weight * _even_rate(drive) * (1 / drive.read + 1 / _write(drive)) / 2
+        weight * even_rate(drive) * (1 / drive.read + 1 / _write(drive)) / 2
         for weight, drive in zip(weights, drives, strict=True)
     ) / sum(weights)
 
 
-def _even_rate(drive: Drive) -> float:
-    """Bytes a second, read and written alike: what was measured nearest to that, or in turns."""
+def even_rate(drive: Drive) -> float:
+    """Bytes a second of a drive, read and written alike: what was measured nearest to that, or in turns."""
     if not drive.mixed:
         return 2 / (1 / drive.read + 1 / _write(drive))
     return min(drive.mixed, key=lambda mixed: abs(mixed.read_part - 0.5)).rate
