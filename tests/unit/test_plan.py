@@ -128,7 +128,13 @@ def test_what_cannot_be_planned_is_a_clear_error(tmp_path: Path) -> None:
             machine=bare,
         )
     with pytest.raises(zo.BudgetError, match="does not fit the host budget"):
-        zo.plan(Blocks(), zo.OffloadConfig(host_memory="1KiB"), run_step=run_step, batch_size=2, machine="rtx4090")
+        zo.plan(
+            Blocks(),
+            zo.OffloadConfig(params="host", host_memory="1KiB"),
+            run_step=run_step,
+            batch_size=2,
+            machine="rtx4090",
+        )
     model = zo.offload(Blocks(), zo.OffloadConfig(params="host", threads=1))
     with pytest.raises(zo.ConfigError, match=r"offloaded already: plan before zo\.offload"):
         zo.plan(model, run_step=run_step, batch_size=2, machine="rtx4090")

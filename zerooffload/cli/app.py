@@ -197,6 +197,59 @@ def calibrate(
 
 
 @app.command()
+def plan(  # noqa: PLR0913 - each is an option
+    context: typer.Context,
+    recipe: Annotated[Path | None, typer.Argument(help="The recipe, a TOML file.", metavar="[FILE.toml]")] = None,
+    *,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Instead of a recipe: a model's folder or hub name, or a config.json."),
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(metavar="N", help="Samples of a forward of a rank.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(metavar="N", help="Tokens of a sample.")] = None,
+    accumulation: Annotated[int | None, typer.Option(metavar="N", help="Backwards of a step.")] = None,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Blocks are computed again in backward.")
+    ] = False,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="A profile's file or name. Default: what calibrate has left of this machine."
+        ),
+    ] = None,
+    set_: _Settings = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME|SECTION.KEY=VALUE", help="Compare with another machine, or another setting."),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE.html", help="Write a page with the step's lanes.")] = None,
+    zero_table: Annotated[
+        bool, typer.Option("--zero-table", help="Print ZeRO's table of the model's states, and ours beside it.")
+    ] = False,
+    ranks: Annotated[int, typer.Option(min=1, metavar="N", help="Of that table.")] = 64,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Tell what a training will take on a machine, before anything is allocated."""
+    from zerooffload.cli.plan import Outputs, print_plan, print_zero_table, subject_of  # noqa: PLC0415 - imports torch
+
+    sizes = {"batch_size": batch_size, "sequence_length": sequence_length, "accumulation_steps": accumulation}
+    with _ends_for_users(context):
+        subject = subject_of(
+            recipe,
+            model,
+            sizes,
+            gradient_checkpointing=gradient_checkpointing,
+            machine=machine,
+            settings=set_ or [],
+            needs_batch=not zero_table,
+        )
+        if zero_table:
+            print_zero_table(subject, ranks, as_json=json)
+        else:
+            print_plan(subject, Outputs(as_json=json, html=html, what_if=what_if or []))
+
+
+@app.command()
 def doctor(
     context: typer.Context,
     *,

@@ -218,13 +218,24 @@ def read_recipe(path: str | Path, overrides: Iterable[str] = ()) -> Recipe:
     ConfigError
         If the file cannot be read, or a setting is unknown or wrong.
     """
-    try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read the recipe {path}: {error}") from error
+    values = read_values(path)
     for text in overrides:
         override(values, text)
     return recipe_from(values, str(path))
+
+
+def read_values(path: str | Path) -> dict[str, Any]:
+    """The values of a recipe in a TOML file, as they stand there.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read the recipe {path}: {error}") from error
 
 
 def recipe_from(values: Mapping[str, Any], whose: str = "recipe") -> Recipe:
