@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from zerooffload.config import ActivationChoice, TierName
 from zerooffload.errors import ConfigError
+from zerooffload.formats import round_up
 from zerooffload.planner.placement import BlockInputs, Claim, Reach, UnitLayout
+from zerooffload.tiers import FILE_ALIGNMENT_BYTES
 from zerooffload.tiers.staging import ring_nbytes
 
 PAGE_NBYTES = 4 << 20
 """Inputs away from the device are cut into pieces of this size."""
 NUM_SLOTS = 8
 """Of the staging ring: pages being written, or read while the block behind computes."""
+NUM_BUFFERS = 2
+"""On the device, for inputs on their way from or to another tier."""
 HOLDER = "block inputs"
 SUMS_HOLDER = "gradient sums"
 STAGING_HOLDER = "block input staging"
@@ -55,6 +60,26 @@ def place_block_inputs(
     if in_slices:
         claims.append(Claim(TierName.DEVICE, SUMS_HOLDER, _largest_sums(units, in_slices)))
     return BlockInputs(homes, tuple(claim for claim in claims if claim.nbytes), slot_nbytes)
+
+
+def inputs_nbytes(homes: Mapping[str, TierName], nbytes_of: Mapping[str, int], reach: Reach) -> dict[TierName, int]:
+    """What all inputs of a forward take of each tier, and what they go through on the device.
+
+    Parameters
+    ----------
+    homes : Mapping[str, TierName]
+        Of the blocks' inputs.
+    nbytes_of : Mapping[str, int]
+        Bytes of each for the whole batch.
+    """
+    found: Counter[TierName] = Counter()
+    away = [name for name, home in homes.items() if not reach.by_device(home)]
+    for name, home in homes.items():
+        found[home] += round_up(nbytes_of[name], PAGE_NBYTES) if name in away else nbytes_of[name]
+    if away:
+        largest = round_up(max(nbytes_of[name] for name in away), FILE_ALIGNMENT_BYTES)
+        found[TierName.DEVICE] += NUM_BUFFERS * reach.range_nbytes(largest)
+    return dict(found)
 
 
 def _home(choice: ActivationChoice, unit: str, *, in_slices: bool) -> TierName | None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from zerooffload.config import ActivationChoice, MomentFormat, OffloadConfig, TierName
 from zerooffload.errors import BudgetError, ConfigError, InternalError
-from zerooffload.planner.admission import AnnouncedPlan, Limits
+from zerooffload.planner.admission import UNBOUNDED_NBYTES, AnnouncedPlan, Limits
+from zerooffload.planner.block_inputs import inputs_nbytes
 from zerooffload.planner.cost import Schedule, StepKind, estimate, speeds_of
 from zerooffload.planner.cost.memory import activation_bytes
 from zerooffload.planner.cost.step import floor_seconds, may_go_ahead, simulate_step
@@ -27,8 +28,6 @@ DEFAULT_PART = 0.75
 _ACTIVATIONS_MARGIN = 1.1
 """Of predicted activations, what is left free for them."""
 _MOST_RUN_ON_PAPER = 2
-_UNBOUNDED = 1 << 62
-"""Of drives whose space nobody told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +122,8 @@ def _plan_of(request: Request, config: OffloadConfig) -> Plan:
     problem = request.problem_of(config)
     profile = request.profile_of(_slice_size(request, config))
     kind = _kind(request, config, problem)
+    config = _with_room_for_inputs(config, problem, profile, kind)
+    problem = request.problem_of(config)
     wish = _wish(request, problem, profile, kind)
 
     def kind_of(plan: AnnouncedPlan) -> StepKind:
@@ -148,6 +149,16 @@ def _plan_of(request: Request, config: OffloadConfig) -> Plan:
     )
 
 
+def _with_room_for_inputs(
+    config: OffloadConfig, problem: PlacementProblem, profile: ModelProfile, kind: StepKind
+) -> OffloadConfig:
+    """The settings with what the inputs of blocks will take set aside, where the user has not said how much."""
+    nbytes_of = {work.name: work.input_nbytes * kind.num_slices for work in profile.units}
+    needed = inputs_nbytes(problem.block_inputs.homes, nbytes_of, problem.reach)
+    memory = {**{tier.value: nbytes for tier, nbytes in needed.items()}, **config.activation_memory}
+    return config.model_copy(update={"activation_memory": memory})
+
+
 def _slice_size(request: Request, config: OffloadConfig) -> int:
     return config.micro_batch_size if isinstance(config.micro_batch_size, int) else request.batch_size
 
@@ -156,11 +167,12 @@ def _wish(request: Request, problem: PlacementProblem, profile: ModelProfile, ki
     speeds = speeds_of(request.machine)
     forward_seconds, backward_seconds = compute_seconds(profile, kind, speeds)
     shares_host = request.machine.device.shares_host_memory
+    activations = activation_bytes(profile, kind, leased=problem.block_inputs.homes)
     tiers = [] if shares_host else [TierName.DEVICE]
     tiers += [TierName.HOST, *([TierName.NVME] if problem.config.nvme_paths else [])]
     return Wish(
         problem=problem,
-        limits=limits_on(request.machine, problem.config, max(activation_bytes(profile, kind).values())),
+        limits=limits_on(request.machine, problem.config, max(activations.values())),
         speeds=speeds,
         kind=kind,
         order=[work.name for work in profile.units],
@@ -205,7 +217,7 @@ def limits_on(machine: MachineProfile, config: OffloadConfig, activations_nbytes
     spaces = [drive.space for drive in machine.drives]
     space = sum(space for space in spaces if space is not None) // device.count
     unbounded = any(space is None for space in spaces)
-    nvme_limit = (_UNBOUNDED if unbounded else space) if config.nvme_space is None else config.nvme_space
+    nvme_limit = (UNBOUNDED_NBYTES if unbounded else space) if config.nvme_space is None else config.nvme_space
     return Limits(min(device_limit, computes_in), min(host_limit, host_bytes), nvme_limit, device.shares_host_memory)
 
 
@@ -247,7 +259,7 @@ def _shortest(of_units: Mapping[str, TierName]) -> str | dict[str, str]:
 def _settings(request: Request, config: OffloadConfig, homes: Mapping[str, Homes], kind: StepKind) -> dict[str, Any]:
     """What the plan chose."""
     found: dict[str, Any] = settings_of(homes)
-    for name in ("moments", "micro_batch_size", "activations"):
+    for name in ("moments", "micro_batch_size", "activations", "activation_memory"):
         if getattr(config, name) != getattr(request.config, name):
             found[name] = getattr(config, name)
     if config.nvme_paths != request.config.nvme_paths and (

@@ -35,8 +35,6 @@ from zerooffload.tiers import FILE_ALIGNMENT_BYTES, Block, Part, RecordLayout, S
 if TYPE_CHECKING:
     from zerooffload.runtime.resources import Parts, Resources
 
-_NUM_BUFFERS = 2
-
 
 class KeptHere(KeptByAutograd):
     """An input that stays where it is; its bytes are leased. See `Kept`."""
@@ -318,7 +316,7 @@ class ActivationStore:
 
     @property
     def _has_free_buffer(self) -> bool:
-        return len(self._buffers) < _NUM_BUFFERS or any(not buffer.is_taken for buffer in self._buffers)
+        return len(self._buffers) < block_inputs.NUM_BUFFERS or any(not buffer.is_taken for buffer in self._buffers)
 
     def _make_a_buffer_free(self) -> None:
         if not self._has_free_buffer:
@@ -327,7 +325,7 @@ class ActivationStore:
 
     def _take_buffer(self, nbytes: int) -> _Buffer:
         """The one used longest ago; what was in it has left."""
-        if len(self._buffers) < _NUM_BUFFERS:
+        if len(self._buffers) < block_inputs.NUM_BUFFERS:
             buffer = self._new_buffer(nbytes)
         else:
             buffer = next(buffer for buffer in self._buffers if not buffer.is_taken)

@@ -7,7 +7,7 @@ import torch
 
 from zerooffload import ConfigError
 from zerooffload.config import TierName
-from zerooffload.planner.block_inputs import NUM_SLOTS, PAGE_NBYTES, place_block_inputs
+from zerooffload.planner.block_inputs import NUM_SLOTS, PAGE_NBYTES, inputs_nbytes, place_block_inputs
 from zerooffload.planner.placement import BlockInputs, Reach, UnitLayout
 from zerooffload.sharding.layout import ParamSpec, lay_out
 
@@ -81,3 +81,22 @@ def test_what_is_set_aside_is_claimed(cpu: Reach) -> None:
     found = claims(placed(cpu, "nvme", in_slices=False, nvme=1000, device=10))
     assert found["nvme", "block inputs"] == 1000
     assert found["device", "block inputs"] == 10
+
+
+def test_what_all_inputs_take_is_known_before(cpu: Reach, gpu: Reach) -> None:
+    homes = {"a": TierName.DEVICE, "b": TierName.HOST, "c": TierName.NVME}
+    nbytes_of = {"a": 1000, "b": PAGE_NBYTES + 1, "c": 3 * PAGE_NBYTES, "head": 7}
+    # What is away goes through two buffers on the device, each for the largest.
+    assert inputs_nbytes(homes, nbytes_of, gpu) == {
+        TierName.DEVICE: 1000 + 2 * 3 * PAGE_NBYTES,
+        TierName.HOST: 2 * PAGE_NBYTES,
+        TierName.NVME: 3 * PAGE_NBYTES,
+    }
+    # A CPU uses in place what is in its memory.
+    assert inputs_nbytes(homes, nbytes_of, cpu) == {
+        TierName.DEVICE: 1000 + 2 * 3 * PAGE_NBYTES,
+        TierName.HOST: PAGE_NBYTES + 1,
+        TierName.NVME: 3 * PAGE_NBYTES,
+    }
+    assert inputs_nbytes({"a": TierName.DEVICE}, nbytes_of, gpu) == {TierName.DEVICE: 1000}
+    assert inputs_nbytes({}, nbytes_of, gpu) == {}

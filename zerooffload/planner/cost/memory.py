@@ -5,7 +5,7 @@ Every statement has three lines: the process before the run, what is leased, and
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from zerooffload.config import TierName
@@ -60,7 +60,7 @@ def memory_accounts(
     """Those of the three tiers."""
     shares_host = plan.limits.device_shares_host
     computes_in = TierName.HOST if shares_host else TierName.DEVICE
-    activations = activation_bytes(model, kind, leased=_inputs_are_leased(plan))
+    activations = activation_bytes(model, kind, leased=plan.placement.block_inputs.homes)
     return tuple(
         MemoryAccount(
             tier=tier,
@@ -73,18 +73,18 @@ def memory_accounts(
     )
 
 
-def activation_bytes(model: ModelProfile, kind: StepKind, *, leased: bool = False) -> dict[str, int]:
+def activation_bytes(model: ModelProfile, kind: StepKind, *, leased: Container[str] = ()) -> dict[str, int]:
     """The most that activations and temporaries take in each phase.
 
     Parameters
     ----------
-    leased : bool
-        Whether inputs of units that are computed again are leased: they count there then.
+    leased : Container[str]
+        Units that are computed again whose inputs are leased: they count there.
     """
     forward = backward = before = 0
     for work in model.units:
         forward = max(forward, before + work.forward_peak_nbytes)
-        kept = _kept(work, kind, leased=leased)
+        kept = _kept(work, kind, leased)
         inside = work.backward_peak_nbytes
         if work.name in kind.computed_again:
             inside = max(inside, work.forward_peak_nbytes) + kept
@@ -93,14 +93,10 @@ def activation_bytes(model: ModelProfile, kind: StepKind, *, leased: bool = Fals
     return {"forward": max(forward, before), "backward": max(backward, before), "update": 0}
 
 
-def _kept(work: UnitWork, kind: StepKind, *, leased: bool) -> int:
+def _kept(work: UnitWork, kind: StepKind, leased: Container[str]) -> int:
     if work.name in kind.computed_again:
-        return 0 if leased else work.input_nbytes * kind.num_slices
+        return 0 if work.name in leased else work.input_nbytes * kind.num_slices
     return work.saved_nbytes
-
-
-def _inputs_are_leased(plan: AnnouncedPlan) -> bool:
-    return bool(plan.placement.block_inputs.homes)
 
 
 def _counts_in(claimed: TierName, tier: TierName, *, shares_host: bool) -> bool:

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from zerooffload.config import MomentFormat, OffloadConfig, TierName
 from zerooffload.errors import BudgetError
-from zerooffload.planner.admission import BUDGET_FIELDS, AnnouncedPlan, Limits, Misfit, refusal
+from zerooffload.planner.admission import BUDGET_FIELDS, UNBOUNDED_NBYTES, AnnouncedPlan, Limits, Misfit, refusal
 from zerooffload.planner.search.candidates import Wish, all_choices
 
-_UNBOUNDED = 1 << 62
 _SMALLER: tuple[MomentFormat, ...] = ("bf16", "8bit")
 
 
@@ -50,7 +49,7 @@ def _fits(wish: Wish) -> Iterator[AnnouncedPlan | Misfit]:
 def _least_need(wish: Wish, tier: TierName) -> _Need | None:
     if tier is TierName.DEVICE and wish.limits.device_shares_host:
         return None
-    enough, nothing = (_with(wish.limits, tier, nbytes) for nbytes in (_UNBOUNDED, 0))
+    enough, nothing = (_with(wish.limits, tier, nbytes) for nbytes in (UNBOUNDED_NBYTES, 0))
     found = []
     for choices in all_choices(replace(wish, limits=enough)):
         if isinstance(wish.problem.fitted(choices, enough), AnnouncedPlan):
