@@ -14,7 +14,7 @@ optimizer's record and of the gradient are the same elements, on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -123,7 +123,7 @@ class RecordLayout:
     @cached_property
     def total_file_nbytes(self) -> int:
         """Bytes of all records on a file."""
-        return sum(self.file_nbytes(chunk) for chunk in self.chunks)
+        return len(self.shards) * self._sum_over_shard(self.file_nbytes)
 
     def record_offset(self, chunk: int) -> int:
         """Where a record starts in memory, in bytes: all before it in its shard are full chunks."""
@@ -155,7 +155,12 @@ class RecordLayout:
 
     @cached_property
     def _shard_memory_nbytes(self) -> int:
-        return sum(self.record_nbytes(chunk) for chunk in range(self._chunks_per_shard))
+        return self._sum_over_shard(self.record_nbytes)
+
+    def _sum_over_shard(self, nbytes_of: Callable[[int], int]) -> int:
+        """Over the chunks of a shard: all are like the first, but for the last."""
+        last = self._chunks_per_shard - 1
+        return last * nbytes_of(0) + nbytes_of(last) if last >= 0 else 0
 
 
 def _part_nbytes(part: Part, numel: int) -> int:
