@@ -163,8 +163,22 @@ def trainings(*failures: type[BaseException]) -> Iterator[Callable[..., Stepwise
 
 @contextmanager
 def suppress_into(errors: list[str]) -> Iterator[None]:
-    """Note the class and the number of an I/O error."""
+    """Note the class and the number of an I/O error, told or told before."""
     try:
         yield
-    except zo.TierIOError as error:
-        errors.append(f"TierIOError {error.errno}")
+    except zo.ZeroOffloadError as error:
+        errors.append(f"TierIOError {io_error_of(error).errno}")
+
+
+def io_error_of(error: zo.ZeroOffloadError) -> zo.TierIOError:
+    """The I/O error that is told, or that a refusal to go on without `zero_grad()` names as its cause.
+
+    Raises
+    ------
+    ZeroOffloadError
+        If it has to do with none.
+    """
+    for found in (error, error.__cause__):
+        if isinstance(found, zo.TierIOError):
+            return found
+    raise error
