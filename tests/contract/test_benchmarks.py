@@ -6,6 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import pytest
 from zerooffload import native
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RUNNER = Path(__file__).parents[1] / "support" / "script_runner.py"
+NO_PYTHON = str(Path(sys.executable).with_name("no-python-at-all"))
 TINY = {
     "nvme_bandwidth.py": ("--gib", "0.1", "--seconds", "0.01", "--repetitions", "1"),
     "optimizer_stream.py": (
@@ -38,19 +43,48 @@ TINY = {
     "step_time.py": (
         *("--layers", "1", "--hidden", "64", "--vocab", "256", "--shapes", "2x16", "--rounds", "1", "--warm-up", "2"),
         *("--limit-gib", "0.1", "--grid-seconds", "0.01", "--disk-turn-seconds", "0.01"),
-        *("--only", "all-host", "all-nvme", "fsdp2"),
+        *("--only", "all-host", "all-nvme", "fsdp2", "deepspeed", "--peers-python", NO_PYTHON),
     ),
 }
 
 pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="a source package has no benchmarks")
 
 
-def run(name: str, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, BENCHMARKS / name, *words]
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+@dataclass(frozen=True)
+class Ended:
+    """How a benchmark did."""
+
+    status: int
+    stderr: str
 
 
-def result_of(name: str, folder: Path, *more: str) -> dict[str, Any]:
+Run = Callable[..., Ended]
+ResultOf = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """Runs a benchmark with these words; all of them in one process, because imports take longer than most."""
+    command = [sys.executable, "-P", RUNNER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        ask, answers = process.stdin, process.stdout
+
+        def run(name: str, *words: str | Path) -> Ended:
+            print(json.dumps([str(BENCHMARKS / name), *map(str, words)]), file=ask, flush=True)
+            return Ended(*json.loads(answers.readline()))
+
+        yield run
+        process.kill()
+
+
+@pytest.fixture
+def result_of(run: Run, tmp_path: Path) -> ResultOf:
+    return partial(run_tiny, run, tmp_path)
+
+
+def run_tiny(run: Run, folder: Path, name: str, *more: str) -> dict[str, Any]:
     if shutil.which("cc") is None:
         pytest.skip("the limit is a C program, and there is no compiler")
     if not native.available:
@@ -61,15 +95,15 @@ def result_of(name: str, folder: Path, *more: str) -> dict[str, Any]:
     assert not list(drive.iterdir())
     if "cannot be opened with O_DIRECT" in done.stderr:
         pytest.skip("the file system of the temporary folder has no direct I/O")
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.stderr
     result = json.loads(file.read_text())
     assert {"machine", "versions", "rows", "checks"} <= set(result)
     assert all(set(item) == {"name", "value", "target", "better", "ok"} for item in result["checks"])
     return result
 
 
-def test_nvme_bandwidth_compares_each_engine_that_works_with_the_limit(tmp_path: Path) -> None:
-    result = result_of("nvme_bandwidth.py", tmp_path)
+def test_nvme_bandwidth_compares_each_engine_that_works_with_the_limit(result_of: ResultOf) -> None:
+    result = result_of("nvme_bandwidth.py")
     who = {row["who"] for row in result["rows"]}
     assert {"threads", "limit", "aiofiles"} <= who
     assert ("uring" in who) != ("uring" in result["missing"])
@@ -79,8 +113,8 @@ def test_nvme_bandwidth_compares_each_engine_that_works_with_the_limit(tmp_path:
     assert len(result["checks"]) == sum(num for name, num in checked.items() if name in who)
 
 
-def test_a_streamed_step_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
-    result = result_of("optimizer_stream.py", tmp_path)
+def test_a_streamed_step_moves_the_bytes_of_the_formula(result_of: ResultOf) -> None:
+    result = result_of("optimizer_stream.py")
     assert [row["name"] for row in result["rows"]] == ["atomic fp32 threads", "in place fp32 threads"]
     for row in result["rows"]:
         assert row["step_seconds"]["median"] > 0 < row["floor_seconds"]["median"]
@@ -89,8 +123,8 @@ def test_a_streamed_step_moves_the_bytes_of_the_formula(tmp_path: Path) -> None:
     assert all(item["ok"] for item in moved)
 
 
-def test_saves_have_the_bytes_of_the_formula(tmp_path: Path) -> None:
-    result = result_of("checkpoint_bandwidth.py", tmp_path)
+def test_saves_have_the_bytes_of_the_formula(result_of: ResultOf) -> None:
+    result = result_of("checkpoint_bandwidth.py")
     assert [row["name"] for row in result["rows"]] == ["from host", "from nvme"]
     assert all(row["save_seconds"]["median"] > 0 <= row["blocked_share"]["low"] for row in result["rows"])
     saved = [item for item in result["checks"] if "bytes" in item["name"]]
@@ -99,8 +133,8 @@ def test_saves_have_the_bytes_of_the_formula(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("placement", ["all-nvme", "optimizer-nvme", "all-host"])
-def test_a_step_with_simulated_compute_moves_the_bytes_of_the_formula(placement: str, tmp_path: Path) -> None:
-    result = result_of("overlap.py", tmp_path, "--placement", placement)
+def test_a_step_with_simulated_compute_moves_the_bytes_of_the_formula(placement: str, result_of: ResultOf) -> None:
+    result = result_of("overlap.py", "--placement", placement)
     (row,) = result["rows"]
     assert row["step_seconds"]["median"] > 0 < row["floor_seconds"]["median"]
     assert row["compute_seconds"]["median"] > 0
@@ -110,30 +144,31 @@ def test_a_step_with_simulated_compute_moves_the_bytes_of_the_formula(placement:
     assert any(item["name"] == f"{placement}: step, of the floor" for item in result["checks"])
 
 
-def test_accumulation_and_clipping_move_the_bytes_of_the_formula(tmp_path: Path) -> None:
-    result = result_of("overlap.py", tmp_path, "--accumulation", "2", "--clip", "always")
+def test_accumulation_and_clipping_move_the_bytes_of_the_formula(result_of: ResultOf) -> None:
+    result = result_of("overlap.py", "--accumulation", "2", "--clip", "always")
     assert result["rows"][0]["schedule"] == "under_next_forward"
     assert all(item["ok"] for item in result["checks"] if "bytes" in item["name"])
 
 
-def test_micro_batches_inside_blocks_move_the_bytes_of_one(tmp_path: Path) -> None:
-    result = result_of("overlap.py", tmp_path, "--micro-batches", "4")
+def test_micro_batches_inside_blocks_move_the_bytes_of_one(result_of: ResultOf) -> None:
+    result = result_of("overlap.py", "--micro-batches", "4")
     assert result["rows"][0]["name"] == "all-nvme, micro-batches 4"
     assert all(item["ok"] for item in result["checks"] if "bytes" in item["name"])
 
 
-def test_overlap_with_real_compute(tmp_path: Path) -> None:
-    result = result_of("overlap.py", tmp_path, "--device", "cpu", "--trace", str(tmp_path / "trace.json"))
+def test_overlap_with_real_compute(result_of: ResultOf, tmp_path: Path) -> None:
+    result = result_of("overlap.py", "--device", "cpu", "--trace", str(tmp_path / "trace.json"))
     assert result["rows"][0]["name"] == "all-nvme, cpu"
     assert all(item["ok"] for item in result["checks"] if "bytes" in item["name"])
     assert '"step' in (tmp_path / "trace.json").read_text()
 
 
-def test_contestants_of_a_step_have_the_same_losses(tmp_path: Path) -> None:
-    result = result_of("step_time.py", tmp_path)
+def test_contestants_of_a_step_have_the_same_losses_and_a_missing_one_is_told(result_of: ResultOf) -> None:
+    result = result_of("step_time.py")
     rows = {row["contestant"]: row for row in result["rows"]}
-    assert list(rows) == ["plain", "all-host", "all-nvme", "fsdp2"]
+    assert list(rows) == ["plain", "all-host", "all-nvme", "fsdp2", "deepspeed"]
     assert all(("missing" in row) != ("step_seconds" in row) for row in rows.values())
+    assert NO_PYTHON in rows["deepspeed"]["missing"]
     assert rows["all-host"]["losses"] == rows["all-nvme"]["losses"]
     assert len(rows["plain"]["losses"]) == 4
     losses = [item for item in result["checks"] if "losses" in item["name"]]
@@ -141,17 +176,10 @@ def test_contestants_of_a_step_have_the_same_losses(tmp_path: Path) -> None:
     assert all(item["ok"] for item in losses)
 
 
-def test_a_peer_that_does_not_run_is_a_row_that_says_so(tmp_path: Path) -> None:
-    nothing = Path(sys.executable).with_name("no-python-at-all")
-    result = result_of("step_time.py", tmp_path, "--only", "deepspeed", "--peers-python", str(nothing))
-    assert [row["contestant"] for row in result["rows"]] == ["plain", "deepspeed"]
-    assert str(nothing) in result["rows"][1]["missing"]
-
-
 @pytest.mark.parametrize("name", TINY)
-def test_a_missing_folder_is_told(name: str, tmp_path: Path) -> None:
+def test_a_missing_folder_is_told(name: str, run: Run, tmp_path: Path) -> None:
     done = run(name, tmp_path / "nowhere")
-    assert done.returncode == 1
+    assert done.status == 1
     assert "nowhere is not a folder" in done.stderr
 
 
@@ -164,8 +192,10 @@ def test_a_missing_folder_is_told(name: str, tmp_path: Path) -> None:
         ("step_time.py", "--limit-gib=1e7", "9766 TiB"),
     ],
 )
-def test_too_little_space_is_told_with_what_is_needed(name: str, too_much: str, needed: str, tmp_path: Path) -> None:
+def test_too_little_space_is_told_with_what_is_needed(
+    name: str, too_much: str, needed: str, run: Run, tmp_path: Path
+) -> None:
     done = run(name, tmp_path, too_much)
-    assert done.returncode == 1
+    assert done.status == 1
     assert f"this takes {needed}" in done.stderr
     assert not list(tmp_path.iterdir())
