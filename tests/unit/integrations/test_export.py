@@ -30,15 +30,6 @@ HOMES = {"host": {}, "device": {"params": "device", "optimizer": "host"}, "nvme"
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Such small models are slower on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter is several chunks, and a chunk several pieces."""
     monkeypatch.setattr("zerooffload.planner.placement.CHUNK_NUMEL", 4096)

@@ -3,7 +3,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from zerooffload import native
 
@@ -20,12 +19,3 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
     native.module.set_target(request.param)
     yield request.param
     native.module.set_target(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """These tensors are small: threads that wait for each other would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,15 +14,6 @@ CPU = torch.device("cpu")
 KINDS = pytest.mark.parametrize("non_negative", [False, True], ids=["any sign", "non-negative"])
 ALL_NOISE = torch.arange(1 << 16)
 NUM_VALUES = 127 * 200
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """These tensors are small: threads that wait for each other would take most of the time."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def meaning(code: int, exponent: int, *, non_negative: bool) -> float:
