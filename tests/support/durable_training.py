@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import pytest
 import torch
+from support.flushes import without_fsync
 from support.random_states import RandomStates, random_states_kept
 from support.rank_turns import TurnCollectives, Turns, TurnWaits
 from support.recording_engine import Log, RecordingEngine, check_aligned
@@ -268,14 +267,6 @@ def _no_fsync(env: Environment) -> Iterator[None]:
         with without_fsync():
             yield
     else:
-        yield
-
-
-@contextmanager
-def without_fsync() -> Iterator[None]:
-    """Nor are files flushed that the engine has no part in. Around threads that do the same, for the same time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: None)
         yield
 
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.flushes import without_fsync
 from support.folders import leftovers
 from support.reference_training import Outcome, Recipe, train_plain
 from support.short_rings import no_cache
@@ -25,6 +26,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _no_power_cuts() -> Iterator[None]:
+    """So that no name in a folder has to be flushed."""
+    with without_fsync():
+        yield
 
 
 @pytest.fixture
