@@ -48,6 +48,7 @@ from disk_limit import (
 )
 from floors import (
     FP32_BYTES,
+    KERNEL_BYTES,
     Schedule,
     Speeds,
     StepDemand,
@@ -71,7 +72,19 @@ from zerooffload.aio import choose_engine
 from zerooffload.entry.offloading import offload_in
 from zerooffload.formats import GIB, MIB, format_bytes
 from zerooffload.optim.kernels import host_kernels
+from zerooffload.planner import cost
+from zerooffload.planner.cost import StepKind, estimate
 from zerooffload.planner.placement import CHUNK_NUMEL
+from zerooffload.planner.profiles import (
+    DeviceSpeeds,
+    HostSpeeds,
+    MachineProfile,
+    MixedRate,
+    ModelProfile,
+    PassWork,
+    UnitWork,
+)
+from zerooffload.planner.profiles import Drive as PaperDrive
 from zerooffload.runtime.build import Environment
 from zerooffload.sharding.registry import residence_of
 from zerooffload.telemetry import StepReport
@@ -418,6 +431,33 @@ class Trainer:
         unit_bytes = self._compute.accelerator.range_nbytes(FP32_BYTES * (self.num_params // self.num_units))
         return int(self._run()._residency._window_nbytes // unit_bytes)
 
+    def predicted_seconds(self, speeds: Speeds, compute_seconds: float) -> float:
+        """What the planner says of a step, from what each link does alone."""
+        plan = self._run()._resources.plan
+        point = self._point
+        parts = 4 if self._in_slices else 3
+        forward = compute_seconds / parts / self.num_units / point.accumulation
+        works = tuple(
+            UnitWork(
+                name=unit.name,
+                forward=PassWork(flops={"fp32": forward * bool(unit.flats)}),
+                backward=PassWork(flops={"fp32": 2 * forward * bool(unit.flats)}),
+                input_nbytes=0,
+                saved_nbytes=0,
+                forward_peak_nbytes=0,
+                backward_peak_nbytes=0,
+            )
+            for unit in plan.placement.units
+        )
+        names = frozenset(work.name for work in works) if self._in_slices else frozenset()
+        kind = StepKind(
+            schedule=cost.Schedule(point.schedule), accumulation=point.accumulation, computed_again=names, clips=True
+        )
+        model = ModelProfile(name="", batch_size=1, sequence_length=1, units=works, peak_nbytes=0, saved_nbytes=0)
+        has_drive = Tier.NVME in self._homes.values()
+        machine = paper_machine(speeds, shares_host=not self.copies, has_drive=has_drive)
+        return estimate(plan, model, machine, kind).seconds
+
     def step(self) -> None:
         """One turn of a training loop."""
         self._set_spike(self._point.clip == "sometimes" and self.num_steps % SPIKES_EVERY == 0)
@@ -466,6 +506,33 @@ class Trainer:
         if residence is None:
             raise RuntimeError("the model is not offloaded")
         return residence.run
+
+
+def paper_machine(speeds: Speeds, *, shares_host: bool, has_drive: bool) -> MachineProfile:
+    """These speeds as the planner wants them; compute is told in seconds, so a second is an operation."""
+    return MachineProfile(
+        name="measured",
+        device=DeviceSpeeds(
+            memory=GIB,
+            shares_host_memory=shares_host,
+            matmul_flops={"fp32": 1.0},
+            memory_bandwidth=speeds.host_traffic,
+            copy_in=speeds.copy,
+            copy_out=speeds.copy,
+        ),
+        host=HostSpeeds(
+            memory=GIB,
+            cores=1,
+            memory_bandwidth=speeds.host_traffic,
+            update_bandwidth=speeds.kernel * KERNEL_BYTES,
+        ),
+        drives=(_paper_drive(speeds),) if has_drive else (),
+    )
+
+
+def _paper_drive(speeds: Speeds) -> PaperDrive:
+    mixed = MixedRate(read_part=0.5, rate=speeds.disk((1, 1)))
+    return PaperDrive(path="", read=speeds.disk((1, 0)), write=speeds.disk((0, 1)), mixed=(mixed,))
 
 
 # --- what each link does alone
@@ -667,6 +734,7 @@ def row_of(point: Point, trainer: Trainer, links: Links, found: Measured) -> dic
         "step_seconds": spread([value for one in rounds for value in one.step_seconds]),
         "compute_seconds": spread([one.compute_seconds for one in rounds]),
         "floor_seconds": spread([one.floor_seconds for one in rounds]),
+        "predicted_seconds": trainer.predicted_seconds(speeds, rounds[-1].compute_seconds),
         "maximum_seconds": spread([one.maximum_seconds for one in rounds]),
         "sum_seconds": spread([one.sum_seconds for one in rounds]),
         "ratio_to_floor": spread([mean / one.floor_seconds for mean, one in zip(means, rounds, strict=True)]),
@@ -727,6 +795,8 @@ def show(row: Mapping[str, Any]) -> None:
         f"{ratio['median']:9.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]{row['ratio_to_sum']['median']:8.3f}"
         f"  {' + '.join(row['bound'])}"
     )
+    predicted = row["predicted_seconds"]
+    print(f"    on paper: {predicted:.3f} s, {predicted / step:.3f} of the step")
     floors = ", ".join(f"{name} {value:.3f}" for name, value in row["floor_by_schedule"].items())
     print(f"    floors: {floors}")
     for what in ("links", "device_idle", "wait", "work", "hidden_work"):
