@@ -142,7 +142,7 @@ def _plan_of(request: Request, config: OffloadConfig) -> Plan:
         model=profile,
         announced=announced,
         kind=kind,
-        settings=_settings(request, config, homes, kind),
+        settings=_settings(request, config, homes, kind) | _budgets(request.config, announced.limits),
         homes=homes,
         estimate=estimate(announced, profile, request.machine, kind, baseline_bytes=request.baseline_bytes),
         reasons=reasons_of(problem, homes, announced, least_seconds),
@@ -268,6 +268,16 @@ def _settings(request: Request, config: OffloadConfig, homes: Mapping[str, Homes
         found["nvme_paths"] = tuple(str(path) for path in config.nvme_paths)
     if request.config.update == "auto":
         found["update"] = kind.schedule.value
+    return found
+
+
+def _budgets(config: OffloadConfig, limits: Limits) -> dict[str, int]:
+    """Those that the user has not set: without them a run would take what activations are to have."""
+    found = {}
+    if config.host_memory is None:
+        found["host_memory"] = limits.host_bytes
+    if config.device_memory is None and not limits.device_shares_host:
+        found["device_memory"] = limits.device_bytes
     return found
 
 
