@@ -15,7 +15,7 @@ from zerooffload.planner.admission import UNBOUNDED_NBYTES, AnnouncedPlan, Limit
 from zerooffload.planner.block_inputs import inputs_nbytes
 from zerooffload.planner.cost import Schedule, StepKind, estimate, speeds_of
 from zerooffload.planner.cost.memory import activation_bytes
-from zerooffload.planner.cost.step import floor_seconds, may_go_ahead, simulate_step
+from zerooffload.planner.cost.step import floor_seconds, may_go_ahead
 from zerooffload.planner.plan import Homes, Plan
 from zerooffload.planner.problem import PlacementProblem
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
@@ -135,7 +135,11 @@ def _plan_of(request: Request, config: OffloadConfig) -> Plan:
     best = best_first(candidates(wish), least_seconds)[:_MOST_RUN_ON_PAPER]
     if not best:
         raise shortfall(wish)
-    announced, *_ = best_first(best, lambda plan: simulate_step(plan, profile, wish.speeds, kind_of(plan)).seconds)
+    estimates = {
+        id(plan): estimate(plan, profile, request.machine, kind_of(plan), baseline_bytes=request.baseline_bytes)
+        for plan in best
+    }
+    announced, *_ = best_first(best, lambda plan: estimates[id(plan)].seconds)
     kind, homes = kind_of(announced), homes_of(announced)
     return Plan(
         machine=request.machine,
@@ -144,7 +148,7 @@ def _plan_of(request: Request, config: OffloadConfig) -> Plan:
         kind=kind,
         settings=_settings(request, config, homes, kind) | _budgets(request.config, announced.limits),
         homes=homes,
-        estimate=estimate(announced, profile, request.machine, kind, baseline_bytes=request.baseline_bytes),
+        estimate=estimates[id(announced)],
         reasons=reasons_of(problem, homes, announced, least_seconds),
     )
 

@@ -26,6 +26,7 @@ asks for less."""
 WORTH = 1e-3
 """Of a step: a smaller gain is none, and leaves states where they are."""
 _MOST_REPAIRS = 64
+_MOST_TRIED = 8
 _MOST_BETTERINGS = 200
 _READ, _WRITE, _CPU, _COMPUTE = (RESOURCES.index(name) for name in ("read", "write", "cpu", "compute"))
 
@@ -141,12 +142,8 @@ class HomeSearch:
         if fitting[best] < now * (1 - WORTH):
             self._make(counts, moves[best])
             return True
-        for number in np.argsort(seconds):
-            if seconds[number] >= now * (1 - WORTH):
-                return False
-            if over[number] > 0 and self._try_with_repair(counts, moves[number], now):
-                return True
-        return False
+        wanted = [number for number in np.argsort(seconds) if over[number] > 0 and seconds[number] < now * (1 - WORTH)]
+        return any(self._try_with_repair(counts, moves[number], now) for number in wanted[:_MOST_TRIED])
 
     def _try_with_repair(self, counts: Counts, move: _Move, now: float) -> bool:
         tried = [count.copy() for count in counts]
