@@ -8,7 +8,7 @@ from typing import Any
 
 from zerooffload.cli.plan.document import capacity_bytes
 from zerooffload.cli.plan.section import offload_section
-from zerooffload.cli.plan.show import PHASES, headline, verdict, wear_of
+from zerooffload.cli.plan.show import PHASES, headline, tier_label, verdict, wear_of
 from zerooffload.formats import format_bytes, format_count, format_seconds
 from zerooffload.planner.cost import Lane, MemoryAccount
 from zerooffload.planner.plan import Plan
@@ -104,7 +104,7 @@ def _account(account: MemoryAccount, plan: Plan) -> str:
     bars = [_fill(account, phase, whole) for phase in (PHASES if account.activations else ("at all times",))]
     claims = sorted(account.claims, key=lambda claim: -claim.nbytes)
     held = _two_columns((claim.holder, format_bytes(claim.nbytes)) for claim in claims)
-    return f"<h3>{account.tier.value}: {format_bytes(whole)}{budget}</h3>{''.join(bars)}{held}"
+    return f"<h3>{tier_label(account, plan)}: {format_bytes(whole)}{budget}</h3>{''.join(bars)}{held}"
 
 
 def _fill(account: MemoryAccount, phase: str, whole: int) -> str:

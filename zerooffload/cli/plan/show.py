@@ -9,6 +9,7 @@ from rich.text import Text
 
 from zerooffload.cli.plan.document import capacity_bytes
 from zerooffload.cli.plan.section import offload_section
+from zerooffload.config import TierName
 from zerooffload.formats import format_bytes, format_count, format_seconds
 from zerooffload.planner.cost import MemoryAccount
 from zerooffload.planner.cost.memory import largest
@@ -34,7 +35,7 @@ def show_plan(console: Console, plan: Plan, recipe: Recipe) -> None:
         console.print(table)
     for account in plan.estimate.memory:
         if account.claims:
-            console.print(Text(holders(account), style="dim"))
+            console.print(Text(_holders(account), style="dim"))
     if wear := wear_of(plan):
         console.print()
         console.print(Text(wear))
@@ -70,6 +71,12 @@ def verdict(plan: Plan) -> str:
         f" The bound is {step.bound}; with all else hidden behind it {format_seconds(plan.floor_seconds)}."
         f" Updates run {plan.kind.schedule.replace('_', ' ')}."
     )
+
+
+def tier_label(account: MemoryAccount, plan: Plan) -> str:
+    """A tier's name; where the device computes on host memory, what it holds counts in the host's too."""
+    is_in_host = account.tier is TierName.DEVICE and plan.machine.device.shares_host_memory
+    return f"{account.tier.value} (in host)" if is_in_host else account.tier.value
 
 
 def wear_of(plan: Plan) -> str:
@@ -140,7 +147,9 @@ def _memory_table(plan: Plan) -> Table:
     for account in accounts:
         for number, phase in enumerate(PHASES if account.activations else ("",)):
             before = (_bytes_or_nothing(account.baseline_bytes),) if knows_process else ()
-            table.add_row("" if number else account.tier.value, Text(phase), *before, *_cells(account, phase, plan))
+            table.add_row(
+                "" if number else tier_label(account, plan), Text(phase), *before, *_cells(account, phase, plan)
+            )
     return table
 
 
@@ -160,7 +169,7 @@ def _bytes_or_nothing(nbytes: int | None) -> str:
     return "" if nbytes is None else format_bytes(nbytes)
 
 
-def holders(account: MemoryAccount) -> str:
+def _holders(account: MemoryAccount) -> str:
     """A tier's budget and largest leases."""
     budget = f" in a budget of {format_bytes(account.budget_bytes)}" if account.is_bounded else ""
     largest_ones = ", ".join(f"{claim.holder} {format_bytes(claim.nbytes)}" for claim in largest(account.claims, 3))
