@@ -569,6 +569,7 @@ class Run:
             waits=counts.waits,
             work=counts.work,
             hidden_work=counts.hidden_work,
+            busy=counts.busy,
             tiers=self._resources.usage(),
             baseline_bytes=self._baseline_bytes,
             process_peak_bytes=process_peak_bytes(),

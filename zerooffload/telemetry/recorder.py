@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from zerooffload.accelerator import Stream
-from zerooffload.telemetry.spans import Lane
+from zerooffload.telemetry.in_flight import InFlight
+from zerooffload.telemetry.spans import Lane, covered_seconds
 
 if TYPE_CHECKING:
     from zerooffload.telemetry.report import StepReport
@@ -30,6 +32,11 @@ class Link(StrEnum):
     COPY_OUT = "copy_out"
     GATHERED = "gathered"
     REDUCED = "reduced"
+
+
+DRIVE = "drive"
+"""Of busy seconds: those in which a drive read or wrote."""
+_DRIVE_LINKS = {Lane.NVME_READ: Link.NVME_READ, Lane.NVME_WRITE: Link.NVME_WRITTEN}
 
 
 class Work(StrEnum):
@@ -103,12 +110,15 @@ class Counts:
     waits, work, hidden_work : dict[str, float]
         Seconds: in which the thread that trains waited, by cause; in which it did work of ours, by kind; and in which
         others did.
+    busy : dict[str, float]
+        Seconds in which transfers of a drive were under way: by link, and "drive" for both together.
     """
 
     bytes_moved: dict[str, int] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
     work: dict[str, float] = field(default_factory=dict)
     hidden_work: dict[str, float] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
 
 
 class CountingRecorder(Recorder):
@@ -132,6 +142,7 @@ class CountingRecorder(Recorder):
         self._waits: dict[str, float] = {}
         self._work: dict[str, float] = {}
         self._hidden: dict[str, float] = {}
+        self._transfers: dict[Lane, list[tuple[float, float]]] = {lane: [] for lane in _DRIVE_LINKS}
         self._background: set[int] = set()
 
     @contextmanager
@@ -179,8 +190,12 @@ class CountingRecorder(Recorder):
         """All since the last call."""
         with self._lock:
             bytes_moved = {link.value: self._bytes[link.value] for link in Link}
+            transfers = self._transfers
             taken = Counts(bytes_moved, self._waits, self._work, self._hidden)
             self._bytes, self._waits, self._work, self._hidden = Counter(), {}, {}, {}
+            self._transfers = {lane: [] for lane in _DRIVE_LINKS}
+        taken.busy.update({link.value: covered_seconds(transfers[lane]) for lane, link in _DRIVE_LINKS.items()})
+        taken.busy[DRIVE] = covered_seconds(chain.from_iterable(transfers.values()))
         return taken
 
     def span(self, lane: Lane, name: str, begin_seconds: float, end_seconds: float, *, nbytes: int = 0) -> None:
@@ -192,8 +207,13 @@ class CountingRecorder(Recorder):
         return self.follower.on_stream(lane, stream, name, nbytes)
 
     def in_flight(self, lane: Lane, name: str, begin_seconds: float, ticket: Waitable, nbytes: int) -> Waitable:
-        """Pass it on."""
-        return self.follower.in_flight(lane, name, begin_seconds, ticket, nbytes)
+        """Add the time that it takes, and pass it on."""
+        timed = InFlight(ticket, lambda end_seconds: self._transferred(lane, begin_seconds, end_seconds))
+        return self.follower.in_flight(lane, name, begin_seconds, timed, nbytes)
+
+    def _transferred(self, lane: Lane, begin_seconds: float, end_seconds: float) -> None:
+        with self._lock:
+            self._transfers[lane].append((begin_seconds, end_seconds))
 
     def compute_pauses(self) -> None:
         """Pass it on."""

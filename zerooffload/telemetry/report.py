@@ -44,6 +44,9 @@ class StepReport:
         and other work inside it. The rest of `seconds` is the model's own compute and the user's loop.
     hidden_work : Mapping[str, float]
         Seconds of work of ours on threads beside the training thread, by kind.
+    busy : Mapping[str, float]
+        Seconds in which reads ("nvme_read") and writes ("nvme_written") were under way, and "drive": either of them. A
+        transfer counts in the step in which it is first known to be over.
     tiers : tuple[TierUsage, ...]
         device, host and nvme.
     baseline_bytes, process_peak_bytes : int
@@ -58,6 +61,7 @@ class StepReport:
     waits: Mapping[str, float]
     work: Mapping[str, float]
     hidden_work: Mapping[str, float] = field(default_factory=dict)
+    busy: Mapping[str, float] = field(default_factory=dict)
     tiers: tuple[TierUsage, ...]
     baseline_bytes: int
     process_peak_bytes: int

@@ -92,10 +92,15 @@ def within(spans: Iterable[Span], begin_seconds: float, end_seconds: float) -> I
 
 def busy_seconds(spans: Iterable[Span]) -> float:
     """The time in which at least one of the spans took place."""
+    return covered_seconds((span.begin_seconds, span.end_seconds) for span in spans)
+
+
+def covered_seconds(intervals: Iterable[tuple[float, float]]) -> float:
+    """The time that lies in at least one of these, from beginning to end."""
     total, until = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.begin_seconds):
-        total += max(0.0, span.end_seconds - max(span.begin_seconds, until))
-        until = max(until, span.end_seconds)
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
     return total
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from zerooffload.accelerator import Accelerator, Mark, Stream
-from zerooffload.errors import TierIOError
+from zerooffload.telemetry.in_flight import InFlight
 from zerooffload.telemetry.recorder import Recorder
 from zerooffload.telemetry.report import StepReport
 from zerooffload.telemetry.spans import Lane, Span, innermost
@@ -88,35 +88,6 @@ class _Computing:
     since: Mark | None = None
 
 
-class _InFlight:
-    """A transfer that is waited for, and then told."""
-
-    def __init__(self, timeline: Timeline, span: Callable[[float], Span], ticket: Waitable) -> None:
-        self._timeline = timeline
-        self._span = span
-        self._ticket = ticket
-        self._is_told = False
-
-    def wait(self) -> None:
-        """Block until it is over."""
-        try:
-            self._ticket.wait()
-        except TierIOError:
-            self._tell()
-            raise
-        self._tell()
-
-    def done(self) -> bool:
-        """Whether it is."""
-        return self._ticket.done()
-
-    def _tell(self) -> None:
-        if not self._is_told:
-            self._is_told = True
-            ended: float | None = getattr(self._ticket, "ended_seconds", None)
-            self._timeline.add(self._span(time.perf_counter() if ended is None else ended))
-
-
 class Timeline(Recorder):
     """Follows a run from when it is made until `finish`, from any thread.
 
@@ -177,7 +148,7 @@ class Timeline(Recorder):
 
     def in_flight(self, lane: Lane, name: str, begin_seconds: float, ticket: Waitable, nbytes: int) -> Waitable:
         """See `Recorder`."""
-        return _InFlight(self, lambda end_seconds: Span(lane, name, begin_seconds, end_seconds, nbytes), ticket)
+        return InFlight(ticket, lambda end_seconds: self.add(Span(lane, name, begin_seconds, end_seconds, nbytes)))
 
     def compute_pauses(self) -> None:
         """See `Recorder`."""

@@ -118,4 +118,5 @@ def _step(record: Any) -> dict[str, Any]:
         "bytes_moved": dict(report.bytes_moved),
         "waits": dict(report.waits),
         "work": dict(report.work),
+        "busy": dict(report.busy),
     }

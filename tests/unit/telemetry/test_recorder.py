@@ -5,10 +5,25 @@ from pathlib import Path
 
 import pytest
 
-from zerooffload.telemetry import Link, Recorder, StepReport, Work, process_peak_bytes, process_resident_bytes
+from zerooffload.telemetry import Lane, Link, Recorder, StepReport, Work, process_peak_bytes, process_resident_bytes
 from zerooffload.telemetry import process_memory as module
 from zerooffload.telemetry import recorder as recorder_module
 from zerooffload.telemetry.recorder import CountingRecorder, Counts
+
+IDLE = {"nvme_read": 0.0, "nvme_written": 0.0, "drive": 0.0}
+
+
+class Ended:
+    """A transfer that ended at this time."""
+
+    def __init__(self, ended_seconds: float) -> None:
+        self.ended_seconds = ended_seconds
+
+    def wait(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
 
 
 def test_counts_are_taken_once() -> None:
@@ -24,7 +39,23 @@ def test_counts_are_taken_once() -> None:
     assert set(counts.bytes_moved.values()) == {0}
     assert counts.waits == {"parameter read": 0.75}
     assert counts.work == {"update kernel": 2.0}
-    assert recorder.take() == Counts({link.value: 0 for link in Link})
+    assert recorder.take() == Counts({link.value: 0 for link in Link}, busy=IDLE)
+
+
+def test_a_drive_is_busy_while_any_transfer_is_under_way_in_whatever_order_they_are_waited_for() -> None:
+    recorder = CountingRecorder()
+    read, other_read, late_write = (
+        recorder.in_flight(Lane.NVME_READ, "r", 0.0, Ended(2.0), 1),
+        recorder.in_flight(Lane.NVME_READ, "s", 1.0, Ended(3.0), 1),
+        recorder.in_flight(Lane.NVME_WRITE, "w", 2.5, Ended(4.5), 1),
+    )
+    for ticket in (other_read, read, read):
+        ticket.wait()
+    assert recorder.take().busy == {"nvme_read": 3.0, "nvme_written": 0.0, "drive": 3.0}
+    recorder.in_flight(Lane.NVME_READ, "r", 4.0, Ended(5.0), 1).wait()
+    late_write.wait()
+    assert recorder.take().busy == {"nvme_read": 1.0, "nvme_written": 2.0, "drive": 2.5}
+    assert recorder.take().busy == IDLE
 
 
 def test_work_behind_the_training_thread_is_counted_apart() -> None:
