@@ -39,7 +39,9 @@ from support.update_loops import (
 from torch import nn
 
 import zerooffload as zo
+from zerooffload.entry.runs import run_of
 from zerooffload.runtime.update_job import UpdateJob
+from zerooffload.runtime.update_mode import UpdateMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -206,6 +208,40 @@ def test_updates_really_go_ahead(
     assert taken == []
     assert_same(Loop("one backward"), references, nvme, where)
     assert taken != []
+
+
+EVERY_SWITCH = [
+    UpdateMode.AFTER_BACKWARD,
+    UpdateMode.UNDER_NEXT_FORWARD,
+    UpdateMode.AFTER_BACKWARD,
+    UpdateMode.DURING_BACKWARD,
+    UpdateMode.UNDER_NEXT_FORWARD,
+    UpdateMode.DURING_BACKWARD,
+]
+"""From each mode to each other, one step after the other: updates begin ahead at first."""
+
+
+@pytest.mark.parametrize(
+    "row", rows(HOMES, DEVICES, ["one backward, told", "four, told"], Hidden, CLIPS, DTYPES, homes=0), ids=named
+)
+def test_another_mode_between_two_steps(row: Row, nvme: Path, references: References) -> None:
+    homes, device, accumulation, hidden, clip, dtype = row
+    modes = []
+
+    def switch(training: Training, step: int) -> None:
+        chooser = run_of(training.model.parameters()).update_mode
+        modes.append(chooser.mode)
+        chooser.aim_at(EVERY_SWITCH[step])
+
+    max_norm, expected = references.of(Loop(accumulation, clip, dtype))
+    config: dict[str, Any] = dict(zip(("params", "optimizer", "gradients"), homes, strict=True))
+    memory = {"host_memory": "16MiB", "device_memory": "16MiB", "nvme_paths": [nvme]}
+    with environment(device) as env, hidden_updates(hidden):
+        loop = Loop(accumulation, clip, dtype, Moments(after_zero_grad=switch))
+        found = run(loop, env, max_norm=max_norm, **config, **memory)
+    assert differences("found", expected, found) == []
+    if clip == "never":
+        assert modes[1:] == EVERY_SWITCH[: len(modes) - 1]
 
 
 @pytest.mark.parametrize(("homes", "mode"), list(itertools.product([NVME, HOST], MODES[:2])))

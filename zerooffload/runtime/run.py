@@ -67,6 +67,10 @@ class Run:
     ----------
     micro_batch_size : int or None
         Samples of a slice, where blocks run in slices.
+    plan : AnnouncedPlan
+        What it leases.
+    update_mode : ModeChooser
+        Chooses when updates run; it may be told another aim between two steps.
     kept : KeptSteps
         What of it outlives it.
     """
@@ -86,6 +90,8 @@ class Run:
         baseline_bytes: int,
     ) -> None:
         self.units = tuple(units)
+        self.plan = plan
+        self.update_mode = policy.mode
         self.backwards = policy.backwards
         self.accelerator = parts.accelerator
         self.micro_batch_size: int | None = None

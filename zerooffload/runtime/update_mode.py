@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from zerooffload.errors import InternalError
+
 
 class UpdateMode(StrEnum):
     """See `OffloadConfig.update`."""
@@ -41,19 +43,39 @@ class ModeChooser:
     uses_other_resources: bool
     clip_rate: float = 0.0
 
+    def __post_init__(self) -> None:
+        by_rule = UpdateMode.DURING_BACKWARD if self.uses_other_resources else UpdateMode.AFTER_BACKWARD
+        self._aim = by_rule if self.wanted == "auto" else self.wanted
+
     @property
     def hides(self) -> bool:
         """Whether updates go on behind the training thread when `optimizer.step()` has returned."""
-        if self.wanted == "auto":
-            return self.uses_other_resources
-        return self.wanted is not UpdateMode.AFTER_BACKWARD
+        return self._aim is not UpdateMode.AFTER_BACKWARD
 
     @property
     def goes_ahead(self) -> bool:
         """Whether updates begin during the last backward, where a second place allows it."""
-        if self.wanted == "auto":
-            return self.uses_other_resources and self.clip_rate <= _MOST_CLIP_RATE
-        return self.wanted is UpdateMode.DURING_BACKWARD
+        may = self.wanted != "auto" or self.clip_rate <= _MOST_CLIP_RATE
+        return self._aim is UpdateMode.DURING_BACKWARD and may
+
+    @property
+    def mode(self) -> UpdateMode:
+        """Of the step under way."""
+        if self.goes_ahead:
+            return UpdateMode.DURING_BACKWARD
+        return UpdateMode.UNDER_NEXT_FORWARD if self.hides else UpdateMode.AFTER_BACKWARD
+
+    def aim_at(self, mode: UpdateMode) -> None:
+        """From the next step on, what "auto" means: still not ahead while steps clip.
+
+        Raises
+        ------
+        InternalError
+            If another mode is wanted.
+        """
+        if self.wanted != "auto":
+            raise InternalError(f"updates are to run {self.wanted}, not {mode}")
+        self._aim = mode
 
     def stepped(self, *, clipped: bool) -> None:
         """A step is decided; `clipped` tells whether clipping changed its gradients."""

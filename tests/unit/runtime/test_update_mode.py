@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from zerooffload.errors import InternalError
 from zerooffload.runtime.update_mode import ModeChooser, UpdateMode
 
 
@@ -58,3 +59,20 @@ def test_the_rate_is_a_running_mean() -> None:
     assert chooser.clip_rate == 0.4375
     chooser.stepped(clipped=False)
     assert chooser.clip_rate == 0.328125
+
+
+@pytest.mark.parametrize("mode", UpdateMode)
+def test_auto_may_be_told_what_it_means_and_still_goes_not_ahead_while_steps_clip(mode: UpdateMode) -> None:
+    chooser = ModeChooser("auto", uses_other_resources=True)
+    assert chooser.mode is UpdateMode.DURING_BACKWARD
+    chooser.aim_at(mode)
+    assert chooser.mode is mode
+    for _ in range(2):
+        chooser.stepped(clipped=True)
+    still = UpdateMode.UNDER_NEXT_FORWARD if mode is UpdateMode.DURING_BACKWARD else mode
+    assert chooser.mode is still
+
+
+def test_a_mode_that_the_user_has_chosen_stays() -> None:
+    with pytest.raises(InternalError, match="updates are to run under_next_forward, not after_backward"):
+        ModeChooser(UpdateMode.UNDER_NEXT_FORWARD, uses_other_resources=True).aim_at(UpdateMode.AFTER_BACKWARD)
