@@ -45,6 +45,8 @@ class Work(StrEnum):
     UPDATE_KERNEL = "update kernel"
     GRADIENT_ACCUMULATION = "gradient accumulation"
     GRADIENT_NORM = "gradient norm"
+    CHECKSUM = "checksum"
+    """Of what is written where steps are committed."""
 
 
 class Recorder:

@@ -193,7 +193,7 @@ def _by_thread(spans: Iterable[Span]) -> dict[str, list[Span]]:
 def _shades(names: Iterable[str]) -> list[float]:
     """Lighter ones for what a lane does beside its first kind of work; a name begins or ends with its kind."""
     second = ("backward", "gradient accumulation", "state read")
-    third = ("recompute", "gradient norm", "state write")
+    third = ("recompute", "gradient norm", "checksum", "state write")
     shades = []
     for name in names:
         place = 2 if name.startswith(third) else 1 if name.startswith(second) or "optimizer state" in name else 0
