@@ -16,7 +16,7 @@ from zerooffload.entry.planning import machine_for_plans, plan_model
 from zerooffload.errors import ConfigError
 from zerooffload.integrations.huggingface import LanguageModelProfiles, ModelSource, build_model, model_config
 from zerooffload.planner.plan import Plan
-from zerooffload.planner.profiles import MachineProfile, cluster_of
+from zerooffload.planner.profiles import MachineProfile, ModelProfile, cluster_of
 from zerooffload.sharding.grouping import find_units
 from zerooffload.train.loop import model_source
 from zerooffload.train.recipe import Recipe, override, read_values, recipe_from
@@ -60,7 +60,7 @@ class Subject:
         """
         machine = changed_machine(machine_for_plans(self.machine), self._of_machine)
         recipe = self.recipe([drive.path for drive in machine.drives])
-        return recipe, _with_drives_of(recipe.offload.nvme_paths, machine)
+        return recipe, with_drives_of(recipe.offload.nvme_paths, machine)
 
     def recipe(self, paths: Sequence[str] = ()) -> Recipe:
         """The recipe, with these as its paths on drives if it names none.
@@ -137,7 +137,7 @@ def changed_machine(machine: MachineProfile, settings: Iterable[str]) -> Machine
     return cluster_of(MachineProfile.from_mapping(changed, f"machine {machine.name}"), num_machines)
 
 
-def _with_drives_of(paths: Iterable[Path], machine: MachineProfile) -> MachineProfile:
+def with_drives_of(paths: Iterable[Path], machine: MachineProfile) -> MachineProfile:
     """The machine with the drives that all the paths lie on; as it is if it knows nothing of one of them."""
     mine = [[drive for drive in machine.drives if path.is_relative_to(drive.path)] for path in paths]
     if not all(mine):
@@ -167,18 +167,39 @@ class Planner:
         ConfigError
             If the model, a setting or the profile cannot work as given.
         """
-        paper, config = self.model_of(recipe), recipe.placement
-        blocks = [unit.name for unit in find_units(paper.model, config.units) if unit.is_block]
         return plan_model(
-            paper.model,
-            lambda batch_size: paper.profiles.of_batch(batch_size, recipe.training.sequence_length),
-            config,
+            self.model_of(recipe).model,
+            lambda batch_size: self.profile(recipe, batch_size),
+            recipe.placement,
             machine,
             batch_size=recipe.training.batch_size,
-            computed_again=frozenset(blocks if recipe.model.gradient_checkpointing else ()),
+            computed_again=self.computed_again(recipe),
             clips=recipe.training.max_grad_norm is not None,
             baseline_bytes=baseline_bytes,
         )
+
+    def profile(self, recipe: Recipe, batch_size: int) -> ModelProfile:
+        """What the recipe's model asks for on a forward of so many sequences.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such model.
+        """
+        return self.model_of(recipe).profiles.of_batch(batch_size, recipe.training.sequence_length)
+
+    def computed_again(self, recipe: Recipe) -> frozenset[str]:
+        """Units whose forward the model itself runs again in backward.
+
+        Raises
+        ------
+        ConfigError
+            If there is no such model.
+        """
+        if not recipe.model.gradient_checkpointing:
+            return frozenset()
+        units = find_units(self.model_of(recipe).model, recipe.offload.units)
+        return frozenset(unit.name for unit in units if unit.is_block)
 
     def model_of(self, recipe: Recipe) -> _PaperModel:
         """The recipe's model.

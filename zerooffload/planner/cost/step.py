@@ -354,8 +354,10 @@ class _Steps:
     def _add_update(self) -> int:
         """What `optimizer.step()` does, and what it leaves to be done."""
         landed = [task for tasks in self._left.values() for task in tasks]
+        # `step()` begins with what the one before has left to be done.
+        home = [task for tasks in self._at_home.values() for task in tasks]
         normed = sum(unit.gradient_at_home for unit in self._demands.values()) if self._kind.clips else 0.0
-        decided = self._compute(normed / self._speeds.host_memory, landed, "step")
+        decided = self._compute(normed / self._speeds.host_memory, [*landed, *home], "step")
         is_hidden = self._kind.schedule is not Schedule.AFTER_BACKWARD
         self._stepped, written = [], []
         for rank, name in enumerate(self._order):
