@@ -21,6 +21,7 @@ from zerooffload.train import (
     train,
     write_report,
 )
+from zerooffload.train.plan_keeper import PlanKeeper
 from zerooffload.train.progress import ProgressBar
 from zerooffload.train.ranks import is_first_rank, this_rank
 from zerooffload.train.summary import print_summary
@@ -89,7 +90,7 @@ def _run_as_first(
     console = Console()
     with ProgressBar(console) as bar:
         listeners: list[Listener] = [*traces, *([last_step] if follows_steps else [])]
-        result = train(recipe, bar, resume=resume, checkpoint=checkpoint, listeners=listeners)
+        result = train(recipe, bar, resume=resume, checkpoint=checkpoint, listeners=listeners, keeper=PlanKeeper())
     print_summary(console, result, endurance_tbw=outputs.drive_endurance_tbw)
     if report is not None:
         write_report(report, result, last_step.picture())

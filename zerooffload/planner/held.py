@@ -102,10 +102,13 @@ class Comparison:
         """Whether they differ by more than the margin."""
         return abs(self.measured - self.predicted) > self.margin
 
+    def shown(self, value: float) -> str:
+        """A value in the unit, for people."""
+        return format_seconds(value) if self.unit == "seconds" else format_bytes(round(value))
+
     def told(self) -> str:
         """A line."""
-        show = format_seconds if self.unit == "seconds" else lambda nbytes: format_bytes(round(nbytes))
-        text = f"{self.name}: {show(self.measured)}, predicted {show(self.predicted)}"
+        text = f"{self.name}: {self.shown(self.measured)}, predicted {self.shown(self.predicted)}"
         return f"{text}: {self.cause}" if self.cause else text
 
 

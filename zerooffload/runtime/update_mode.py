@@ -55,8 +55,13 @@ class ModeChooser:
     @property
     def goes_ahead(self) -> bool:
         """Whether updates begin during the last backward, where a second place allows it."""
-        may = self.wanted != "auto" or self.clip_rate <= _MOST_CLIP_RATE
+        may = self.wanted != "auto" or not self.clips_often
         return self._aim is UpdateMode.DURING_BACKWARD and may
+
+    @property
+    def clips_often(self) -> bool:
+        """Whether what is begun ahead is for nothing too often."""
+        return self.clip_rate > _MOST_CLIP_RATE
 
     @property
     def mode(self) -> UpdateMode:

@@ -9,6 +9,7 @@ from typing import Any
 from zerooffload.formats import format_bytes, format_seconds
 from zerooffload.telemetry import Lane, Span, StepPicture, StepReport
 from zerooffload.telemetry.spans import Rows, by_lane
+from zerooffload.train.keeper import HeldRun
 from zerooffload.train.loop import TrainingResult
 from zerooffload.train.pages import fill, script_text
 
@@ -27,6 +28,7 @@ def html_report(result: TrainingResult, picture: StepPicture, machine: Mapping[s
         "step": str(result.steps[-1].step),
         "lanes": _lane_table(picture),
         "parts": _parts(picture.step.report),
+        "prediction": "" if result.held is None else _prediction(result.held),
         "memory_note": escape(_memory_note(result)),
         "run": _run_table(result, machine),
         "data": script_text(_data(result, picture, reports)),
@@ -127,6 +129,28 @@ def _parts(report: StepReport) -> str:
             f'<td class="number">{format_seconds(seconds)}</td><td class="number">{seconds / whole:.1%}</td></tr>'
         )
     return f'<div class="parts">{"".join(bar)}</div><table>{"".join(rows)}</table>'
+
+
+def _prediction(held: HeldRun) -> str:
+    """A section of its own: every figure of the probe step, and what was noticed later."""
+    rows = []
+    for each in held.comparisons:
+        mark = ' class="bound"' if each.is_outside else ""
+        ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
+        rows.append(
+            f"<tr{mark}><td>{escape(each.name)}</td>"
+            f'<td class="number">{each.shown(each.predicted)}</td><td class="number">{each.shown(each.measured)}</td>'
+            f'<td class="number">{ratio}</td><td>{escape(each.cause)}</td></tr>'
+        )
+    head = (
+        '<tr><th></th><th class="number">predicted</th><th class="number">measured</th><th class="number">ratio</th>'
+        "<th>what it may come from</th></tr>"
+    )
+    table = f"<table>{head}{''.join(rows)}</table>" if rows else "<p>The run ended before a step was compared.</p>"
+    notes = "".join(f"<p>step {number}: {escape(text)}</p>" for number, text in held.notes)
+    which = f"Step {held.probe_step} beside its prediction" if rows else "Prediction"
+    told = f"Predicted: {format_seconds(held.estimate.seconds)} a step; the bound is {held.estimate.bound}."
+    return f'<h2>{which}</h2><p class="quiet">{escape(told)}</p><div class="panel">{table}{notes}</div>'
 
 
 def _largest(seconds: Mapping[str, float]) -> list[tuple[str, float]]:

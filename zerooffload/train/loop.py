@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +34,7 @@ from zerooffload.planner.activations import ActivationForecast, predict_activati
 from zerooffload.runtime.saving import SaveTicket
 from zerooffload.telemetry import Listener, StepReport, process_peak_bytes
 from zerooffload.train.data import BatchOrder, Windows, open_tokens
+from zerooffload.train.keeper import HeldRun, Keeper
 from zerooffload.train.process import give_freed_memory_back, resident_bytes_trimmed, warm_up
 from zerooffload.train.ranks import Ranks, joined_ranks
 from zerooffload.train.recipe import Recipe
@@ -43,7 +44,10 @@ from zerooffload.train.schedule import lr_factor
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step. `loss` is the mean over its tokens; `grad_norm` is before clipping, None without clipping."""
+    """One step. `loss` is the mean over its tokens; `grad_norm` is before clipping, None without clipping.
+
+    `was_saving` tells whether a checkpoint was being written when it began.
+    """
 
     step: int
     loss: float
@@ -52,6 +56,7 @@ class StepRecord:
     seconds: float
     tokens: int
     report: StepReport
+    was_saving: bool = False
 
 
 @dataclass(kw_only=True)
@@ -68,6 +73,8 @@ class TrainingResult:
         Whether activations are in host memory.
     heldout_before, heldout_after : float, optional
         Mean loss on the windows held out.
+    held : HeldRun, optional
+        What was predicted, and how it came; None where nothing was.
     """
 
     recipe: Recipe
@@ -78,6 +85,7 @@ class TrainingResult:
     heldout_before: float | None = None
     heldout_after: float | None = None
     steps: list[StepRecord] = field(default_factory=list)
+    held: HeldRun | None = None
 
 
 class Observer:
@@ -98,6 +106,9 @@ class Observer:
     def finished_step(self, record: StepRecord) -> None:
         """A step is done."""
 
+    def noticed(self, text: str) -> None:
+        """Something about the run is worth a line."""
+
 
 def train(
     recipe: Recipe,
@@ -106,6 +117,7 @@ def train(
     resume: bool = False,
     checkpoint: Path | None = None,
     listeners: Sequence[Listener] = (),
+    keeper: Keeper | None = None,
 ) -> TrainingResult:
     """Train as the recipe says. Whatever ends it, the tiers are left empty, but for steps that were committed.
 
@@ -117,6 +129,8 @@ def train(
         Go on from that one.
     listeners : Sequence[Listener]
         Get what takes place in the steps.
+    keeper : Keeper, optional
+        Holds the run to a plan; of several ranks, on one that computes as the others do.
 
     Under torchrun every rank calls it, trains on batches of its own, and keeps its shard of every state.
 
@@ -129,7 +143,7 @@ def train(
     TierIOError
         If a tier's files cannot be read or written.
     """
-    observer = observer or Observer()
+    observer, keeper = observer or Observer(), keeper or Keeper()
     result = TrainingResult(recipe=recipe)
     torch.manual_seed(recipe.training.seed)
     give_freed_memory_back()
@@ -141,21 +155,30 @@ def train(
     windows = _windows(recipe, int(config.get_text_config().vocab_size))
     observer.doing("predicting activations")
     result.activations = _predict(recipe, source, config, device)
+    _tell(observer, keeper.prepare(recipe))
     warm_up()
     result.baseline_bytes = resident_bytes_trimmed()
     observer.doing("loading the model")
     opening = offloaded(lambda: _opened(source, config, recipe), recipe)
     with joined_ranks(recipe.training.rank_timeout_seconds) as ranks, opening as model:
         observer.announced(result)
+        _tell(observer, keeper.begin(model, result))
+        result.held = keeper.held
         loop = _Loop(model, windows, recipe, ranks)
         _begin(loop, result, observer, resume=resume, checkpoint=checkpoint)
         with watch(model, listeners):
             for record in loop.steps():
                 result.steps.append(record)
                 observer.finished_step(record)
+                _tell(observer, keeper.finished(record))
         result.heldout_after = loop.evaluate(observer, "after training")
         result.process_peak_bytes = process_peak_bytes()
     return result
+
+
+def _tell(observer: Observer, texts: Iterable[str]) -> None:
+    for text in texts:
+        observer.noticed(text)
 
 
 def _begin(loop: _Loop, result: TrainingResult, observer: Observer, *, resume: bool, checkpoint: Path | None) -> None:
@@ -182,6 +205,7 @@ class _Loop:
         self._windows = windows
         self._recipe = recipe
         self._ranks = ranks
+        self._save: SaveTicket | None = None
         self._optimizer = recipe.optimizer.make(model.parameters())
         self._scaler = zo.GradScaler(enabled=recipe.offload.compute_dtype == "fp16")
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -229,22 +253,23 @@ class _Loop:
     def steps(self) -> Iterator[StepRecord]:
         """Train; what is yielded is done."""
         saves = self._recipe.checkpoint
-        ticket: SaveTicket | None = None
         for step in range(self.num_done + 1, self._recipe.training.steps + 1):
             yield self._step(step)
             if saves is not None and (step % saves.every_steps == 0 or step == self._recipe.training.steps):
-                if ticket is not None:
-                    # The one before: what failed is told before another step is trained in vain.
-                    ticket.wait()
-                ticket = zo.save(
+                # The one before: what failed is told before another step is trained in vain.
+                self._finish_save()
+                self._save = zo.save(
                     saves.directory, self._model, self._optimizer, blocking=False, keep_last=saves.keep_last
                 )
-        if ticket is not None:
-            ticket.wait()
+        self._finish_save()
+
+    def _finish_save(self) -> None:
+        if self._save is not None:
+            self._save.wait()
 
     def _step(self, step: int) -> StepRecord:
         model, training, ranks = self._model, self._recipe.training, self._ranks
-        begin = time.perf_counter()
+        begin, was_saving = time.perf_counter(), self._save is not None and not self._save.done()
         lr = float(self._optimizer.param_groups[0]["lr"])
         loss = 0.0
         for _ in range(training.accumulation_steps):
@@ -269,6 +294,7 @@ class _Loop:
             seconds=time.perf_counter() - begin,
             tokens=training.tokens_per_step * ranks.world_size,
             report=zo.step_report(model),
+            was_saving=was_saving,
         )
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -56,6 +56,10 @@ class ProgressBar(Observer):
         """A line."""
         self._console.print(f"held-out loss {when}: {loss:.4f}", highlight=False)
 
+    def noticed(self, text: str) -> None:
+        """A line, above the bar."""
+        self._console.print(text, style="dim", highlight=False, markup=False)
+
     def finished_step(self, record: StepRecord) -> None:
         """Move the bar on."""
         self._moved_bytes += sum(record.report.bytes_moved.values())

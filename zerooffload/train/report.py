@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from zerooffload.errors import ConfigError, InternalError
 from zerooffload.machine import cpu_name, write_whole
 from zerooffload.telemetry import StepPicture
 from zerooffload.train.html_report import html_report
+from zerooffload.train.keeper import HeldRun
 from zerooffload.train.loop import TrainingResult
 from zerooffload.train.summary import memory_account, seconds_by_cause, settled_steps, wear
 
@@ -51,6 +53,7 @@ def run_report(result: TrainingResult) -> dict[str, Any]:
         "nvme_written_bytes": sum(entry.get("nvme_written", 0) for entry in moved),
         "seconds": seconds_by_cause(settled_steps(records)),
         "seconds_steps": len(settled_steps(records)),
+        "prediction": None if result.held is None else _prediction(result.held),
         "step_records": [_step(record) for record in records],
         "machine": machine(),
         "recipe": result.recipe.model_dump(mode="json"),
@@ -103,6 +106,18 @@ def machine() -> dict[str, Any]:
         "numpy": np.__version__,
         "zerooffload": __version__,
         "kernel": native.module.active_target() if native.available else "torch",
+    }
+
+
+def _prediction(held: HeldRun) -> dict[str, Any]:
+    step = held.estimate
+    return {
+        "step_seconds": step.seconds,
+        "tokens_per_second": step.tokens_per_second,
+        "bound": step.bound,
+        "probe_step": held.probe_step,
+        "figures": [{**asdict(each), "is_outside": each.is_outside} for each in held.comparisons],
+        "notes": [{"step": number, "text": text} for number, text in held.notes],
     }
 
 

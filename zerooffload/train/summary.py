@@ -10,6 +10,7 @@ from rich.table import Table
 
 from zerooffload.formats import format_bytes, format_seconds
 from zerooffload.telemetry import StepReport, TierUsage
+from zerooffload.train.keeper import HeldRun
 from zerooffload.train.loop import StepRecord, TrainingResult
 
 
@@ -106,6 +107,8 @@ def print_summary(console: Console, result: TrainingResult, *, endurance_tbw: fl
             _time_table(steps),
         )
     )
+    if result.held is not None and result.held.comparisons:
+        console.print(_prediction_table(result.held))
     if endurance_tbw is not None:
         console.print(_wear_line(wear(steps, endurance_tbw), endurance_tbw), highlight=False)
 
@@ -155,6 +158,18 @@ def _time_table(steps: list[StepRecord]) -> Table:
         table.add_row(f"{kind}{cause}", format_seconds(mean), f"{mean / whole:.1%}" if whole else "")
     table.add_section()
     table.add_row("step", format_seconds(whole), "")
+    return table
+
+
+def _prediction_table(held: HeldRun) -> Table:
+    table = Table(title=f"Step {held.probe_step} beside its prediction", title_justify="left")
+    table.add_column("")
+    for heading in ("predicted", "measured", "ratio"):
+        table.add_column(heading, justify="right")
+    for each in held.comparisons:
+        ratio = "" if each.ratio is None else f"{each.ratio:.2f}"
+        style = "yellow" if each.is_outside else None
+        table.add_row(each.name, each.shown(each.predicted), each.shown(each.measured), ratio, style=style)
     return table
 
 

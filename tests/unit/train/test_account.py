@@ -9,8 +9,11 @@ from rich.console import Console
 
 from zerooffload import ConfigError
 from zerooffload.planner.activations import ActivationForecast
+from zerooffload.planner.cost import Estimate
+from zerooffload.planner.held import Comparison
 from zerooffload.telemetry import StepReport, TierUsage
 from zerooffload.train import write_report
+from zerooffload.train.keeper import HeldRun
 from zerooffload.train.loop import StepRecord, TrainingResult
 from zerooffload.train.progress import ProgressBar
 from zerooffload.train.report import run_report
@@ -100,6 +103,52 @@ def test_the_report_holds_what_programs_ask_for(result: TrainingResult, tmp_path
     assert report["seconds"] == {"compute": 2.5, "state read": 1.0, "update kernel": 0.5}
     assert report["machine"]["torch"]
     assert report["recipe"]["training"]["steps"] == 3
+
+
+@pytest.fixture
+def held(result: TrainingResult) -> HeldRun:
+    """A prediction of which two figures have been compared, one of them in vain."""
+    result.held = HeldRun(
+        estimate=Estimate(seconds=0.5, busy={"drive": 0.4}, bytes_moved={}, tokens=64, memory=(), spans=()),
+        probe_step=3,
+        comparisons=[
+            Comparison(name="host, leased", unit="bytes", predicted=MIB, measured=MIB, margin=0),
+            Comparison(name="step", unit="seconds", predicted=0.5, measured=2.0, margin=0.1, cause="most is <b>drive"),
+        ],
+        notes=[(70, "steps take 2.00 s & more")],
+    )
+    return result.held
+
+
+def test_a_prediction_stands_beside_what_was_measured(result: TrainingResult, held: HeldRun) -> None:
+    text = shown(lambda console: print_summary(console, result))
+    assert "Step 3 beside its prediction" in text
+    assert "500.0 ms" in text
+    assert "4.00" in text
+    assert json.loads(json.dumps(run_report(result)))["prediction"] == {
+        "step_seconds": 0.5,
+        "tokens_per_second": 128.0,
+        "bound": "drive",
+        "probe_step": 3,
+        "figures": [
+            {
+                "name": "host, leased", "unit": "bytes", "predicted": MIB, "measured": MIB, "margin": 0, "cause": "",
+                "is_outside": False,
+            },
+            {
+                "name": "step", "unit": "seconds", "predicted": 0.5, "measured": 2.0, "margin": 0.1,
+                "cause": "most is <b>drive", "is_outside": True,
+            },
+        ],
+        "notes": [{"step": 70, "text": "steps take 2.00 s & more"}],
+    }  # fmt: skip
+    held.comparisons.clear()
+    assert "beside its prediction" not in shown(lambda console: print_summary(console, result))
+
+
+def test_where_nothing_was_predicted_the_report_says_nothing_of_it(result: TrainingResult) -> None:
+    assert run_report(result)["prediction"] is None
+    assert "beside its prediction" not in shown(lambda console: print_summary(console, result))
 
 
 def test_a_report_that_cannot_be_written_is_told(result: TrainingResult, tmp_path: Path) -> None:

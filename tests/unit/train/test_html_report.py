@@ -10,9 +10,12 @@ import pytest
 from support.pages import read_page
 
 from zerooffload import InternalError
+from zerooffload.planner.cost import Estimate
+from zerooffload.planner.held import Comparison
 from zerooffload.telemetry import Lane, Level, Span, Step, StepPicture, StepReport, TierUsage
 from zerooffload.train import write_report
 from zerooffload.train.html_report import html_report
+from zerooffload.train.keeper import HeldRun
 from zerooffload.train.loop import StepRecord, TrainingResult
 
 if TYPE_CHECKING:
@@ -79,6 +82,27 @@ def test_it_tells_the_bound_the_bytes_their_rate_and_the_time_by_cause(
         "llama with random weights", "410 MiB",
     ):  # fmt: skip
         assert words in text, words
+
+
+def test_a_prediction_is_a_section_with_every_figure_and_note(result: TrainingResult, picture: StepPicture) -> None:
+    assert "beside its prediction" not in read_page(html_report(result, picture, {})).text
+    result.held = HeldRun(
+        estimate=Estimate(seconds=0.5, busy={"drive": 0.4}, bytes_moved={}, tokens=64, memory=(), spans=()),
+        probe_step=3,
+        comparisons=[
+            Comparison(name="nvme read", unit="bytes", predicted=0.0, measured=MIB, margin=0.0, cause=EVIL),
+            Comparison(name="step", unit="seconds", predicted=0.5, measured=2.0, margin=0.1),
+        ],
+        notes=[(70, EVIL)],
+    )
+    html = html_report(result, picture, {})
+    text = read_page(html).text
+    for words in ("Step 3 beside its prediction", "500.0 ms a step; the bound is drive", "2.00 s", "4.00", "step 70: "):
+        assert words in text, words
+    assert text.count(EVIL.replace("  ", " ")) >= 2
+    assert "<img" not in html
+    result.held.comparisons.clear()
+    assert "The run ended before a step was compared." in read_page(html_report(result, picture, {})).text
 
 
 def test_its_data_are_the_lanes_the_memory_and_the_losses(result: TrainingResult, picture: StepPicture) -> None:
