@@ -157,6 +157,12 @@ class OffloadConfig(BaseModel):
         return (self.accumulation_steps or 1) > 1
 
     @property
+    def leaves_homes_open(self) -> bool:
+        """Whether the home of some state is for a plan to choose."""
+        choices = (self.params, self.optimizer, self.gradients)
+        return any("auto" in (c.values() if isinstance(c, dict) else (c,)) for c in choices)
+
+    @property
     def slice_size(self) -> int | None:
         """`micro_batch_size` as a number.
 

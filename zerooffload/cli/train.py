@@ -22,6 +22,7 @@ from zerooffload.train import (
     write_report,
 )
 from zerooffload.train.plan_keeper import PlanKeeper
+from zerooffload.train.planning import planned
 from zerooffload.train.progress import ProgressBar
 from zerooffload.train.ranks import is_first_rank, this_rank
 from zerooffload.train.summary import print_summary
@@ -57,7 +58,7 @@ def train_by_recipe(path: Path, overrides: list[str], outputs: Outputs) -> Train
     ZeroOffloadError
         If a setting, the model, the data or a tier does not work.
     """
-    return _run(read_recipe(path, overrides), outputs, resume=False)
+    return _run(planned(read_recipe(path, overrides)), outputs, resume=False)
 
 
 def resume_in(path: Path, overrides: list[str], outputs: Outputs) -> TrainingResult:

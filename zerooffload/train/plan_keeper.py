@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,12 +20,12 @@ from zerooffload.planner.drift import DriftWatch, Shift
 from zerooffload.planner.find import homes_of, settings_of
 from zerooffload.planner.held import MeasuredStep, compared, in_words, measured_seconds
 from zerooffload.planner.plan import Homes, Plan
-from zerooffload.planner.profiles import MachineProfile, ModelProfile, cluster_of
+from zerooffload.planner.profiles import MachineProfile, ModelProfile
 from zerooffload.runtime.run import Run
 from zerooffload.runtime.update_mode import UpdateMode
 from zerooffload.train.keeper import HeldRun, Keeper
 from zerooffload.train.loop import StepRecord, TrainingResult
-from zerooffload.train.planning import Planner, with_drives_of
+from zerooffload.train.planning import Planner, machine_of_run
 from zerooffload.train.recipe import Recipe
 
 NUM_COLD_STEPS = 2
@@ -82,7 +81,7 @@ class PlanKeeper(Keeper):
         if remembered.stale:
             yield remembered.stale
         self._profile = self._planner.profile(recipe, recipe.placement.slice_size or recipe.training.batch_size)
-        self._machine = _machine_of_run(remembered.profile, recipe)
+        self._machine = machine_of_run(remembered.profile, recipe)
 
     def _begin(self, model: nn.Module, result: TrainingResult) -> Iterator[str]:
         if self._machine is None or self._profile is None:
@@ -253,15 +252,6 @@ def _figures(step: MeasuredStep) -> dict[str, float]:
     nbytes = moved.get("nvme_read", 0) + moved.get("nvme_written", 0)
     seconds = measured_seconds(step)
     return {_STEP: step.report.seconds, _DRIVE_BYTE: seconds["drive"] / nbytes if nbytes else 0.0, **seconds}
-
-
-def _machine_of_run(machine: MachineProfile, recipe: Recipe) -> MachineProfile:
-    """The machine with the ranks and the drives of the run; of several machines, all of them."""
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    num_here = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    device = machine.device.model_copy(update={"count": num_here})
-    mine = with_drives_of(recipe.offload.nvme_paths, machine.model_copy(update={"device": device}))
-    return cluster_of(mine, world_size // num_here)
 
 
 def _moved(on_paper: RunOnPaper, plan: Plan) -> str:

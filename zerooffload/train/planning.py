@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,14 +14,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerooffload.calibration import remembered_machine
+from zerooffload.config import OffloadConfig
 from zerooffload.entry.planning import machine_for_plans, plan_model
-from zerooffload.errors import ConfigError
+from zerooffload.errors import BudgetError, ConfigError
 from zerooffload.integrations.huggingface import LanguageModelProfiles, ModelSource, build_model, model_config
 from zerooffload.planner.plan import Plan
-from zerooffload.planner.profiles import MachineProfile, ModelProfile, cluster_of
+from zerooffload.planner.profiles import MachineProfile, ModelProfile, cluster_of, typical_machine
 from zerooffload.sharding.grouping import find_units
 from zerooffload.train.loop import model_source
 from zerooffload.train.recipe import Recipe, override, read_values, recipe_from
+
+_log = logging.getLogger("zerooffload")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +150,66 @@ def with_drives_of(paths: Iterable[Path], machine: MachineProfile) -> MachinePro
         return machine
     used = {drive.path for drives in mine for drive in drives}
     return machine.model_copy(update={"drives": tuple(drive for drive in machine.drives if drive.path in used)})
+
+
+def planned(recipe: Recipe, planner: Planner | None = None) -> Recipe:
+    """The recipe with what its "auto" leaves open filled in, by the profile that is remembered of this machine.
+
+    All ranks of a machine come to the same. Without a profile, on several machines, and for a model that cannot be
+    traced, the recipe stays as it is: homes are then host, or what fits.
+
+    Raises
+    ------
+    BudgetError
+        If nothing fits.
+    ConfigError
+        If a setting cannot work, or `micro_batch_size` is "auto" and cannot be planned.
+    """
+    needs_plan = recipe.offload.micro_batch_size == "auto"
+    if not (needs_plan or recipe.offload.leaves_homes_open):
+        return recipe
+    remembered = remembered_machine()
+    if remembered is None or remembered.foreign or _num_machines() > 1:
+        if needs_plan:
+            raise ConfigError(
+                'micro_batch_size = "auto" is planned from a profile of this machine, one for all ranks: run'
+                " zerooffload calibrate, or give a number"
+            )
+        return recipe
+    try:
+        plan = (planner or Planner()).plan(recipe, _with_drives_for(recipe, machine_of_run(remembered.profile, recipe)))
+    except BudgetError:
+        raise
+    except Exception as error:
+        if needs_plan:
+            raise
+        _log.warning("homes are not planned: %s: %s", type(error).__name__, error)
+        return recipe
+    fields = {name: getattr(recipe.offload, name) for name in recipe.offload.model_fields_set}
+    return recipe.model_copy(update={"offload": OffloadConfig(**{**fields, **plan.settings})})
+
+
+def _with_drives_for(recipe: Recipe, machine: MachineProfile) -> MachineProfile:
+    """A run uses the drives that its recipe names: of one that was not measured, typical figures do."""
+    if not recipe.offload.nvme_paths:
+        return machine.model_copy(update={"drives": ()})
+    typical = typical_machine(shares_host_memory=machine.device.shares_host_memory)
+    return machine.model_copy(update={"drives": machine.drives or typical.drives})
+
+
+def machine_of_run(machine: MachineProfile, recipe: Recipe) -> MachineProfile:
+    """The machine with the ranks and the drives of the run; of several machines, all of them."""
+    device = machine.device.model_copy(update={"count": _num_ranks_here()})
+    mine = with_drives_of(recipe.offload.nvme_paths, machine.model_copy(update={"device": device}))
+    return cluster_of(mine, _num_machines())
+
+
+def _num_ranks_here() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+
+
+def _num_machines() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1")) // _num_ranks_here()
 
 
 class Planner:
