@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from mmap import mmap
 
 import torch
 
@@ -24,6 +25,8 @@ NUM_ARRAYS = 4
 _TRAFFIC_BYTES = 28
 """Of an fp32 parameter in AdamW: 16 are read and 12 written."""
 _GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "maximize": False}
+_TOUCHED_BYTES = 4 * MIB
+"""As large as results of operations are."""
 _PINNED_BYTES = 256 * MIB
 _PINNABLE_PART = 4
 
@@ -48,10 +51,17 @@ def host_figures(effort: Effort) -> Iterator[Figure]:
         ("checksum_bandwidth", partial(checksum, whole), whole.numel()),
     ):
         yield Figure(f"host.{name}", partial(_bytes_per_second, work, nbytes), effort.turn_seconds)
+    touched = partial(_bytes_per_second, _touch_new_memory, _TOUCHED_BYTES)
+    yield Figure("host.first_touch_bandwidth", touched, effort.turn_seconds)
 
 
 def _bytes_per_second(work: Callable[[], object], nbytes: int, seconds: float) -> float:
     return nbytes * repeated(work, seconds)
+
+
+def _touch_new_memory() -> None:
+    """By as many threads as torch has; it is given back at once, as the memory of a large result."""
+    torch.frombuffer(mmap(-1, _TOUCHED_BYTES), dtype=torch.float32).fill_(1)
 
 
 class _SameTraffic:

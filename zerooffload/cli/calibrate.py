@@ -25,6 +25,7 @@ _WORDS = {
     "copy_out": "copies out",
     "copy_both": "copies in and out together",
     "update_bandwidth": "the optimizer's update",
+    "first_touch_bandwidth": "first touches of new memory",
     "checksum_bandwidth": "checksums, one core",
     "read": "reads",
     "write": "writes",

@@ -11,6 +11,11 @@ so, with gradients switched on, are no one's work.
 What is alive between forward and backward belongs to the point that autograd keeps it for, whoever made it: computed
 again, a point would do without. What is kept for several points, or by none (the loss, inputs that checkpoints keep),
 belongs to the point that made it. So each storage counts once, and the points' bytes are the model's.
+
+[Note: large results are new memory]
+On a CPU the C library gives a large block back to the system when it is freed (see train/process.py), and the next one
+comes in pages that the system finds and zeroes when they are first touched. That takes as long as several operations on
+them: a fifth of a step is no rarity. A device's allocator keeps what it had.
 """
 
 from __future__ import annotations
@@ -33,6 +38,8 @@ from zerooffload.planner.operations import work_of
 from zerooffload.planner.profiles.model import ModelProfile, PassWork, UnitWork
 from zerooffload.sharding.grouping import ROOT_NAME, find_units
 
+LARGE_RESULT_NBYTES = 256 << 10
+"""Of which on a result's memory is new."""
 # Autograd's nodes that add to a parameter's gradient have no number of their own.
 _NUMBER_OF_ACCUMULATION = 2**64 - 1
 
@@ -153,12 +160,13 @@ class _Trace:
                 self._watch(unit.module, self._points[-1])
 
     def ran(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        num_known = len(self.tracker.lives)
         self.tracker.made(result)
         point = self._nodes.owner() if self._has_turned else self._under_way[-1]
         self._moments.append(_Moment(point, self._has_turned))
-        work = work_of(func, args, kwargs, result)
-        if work is None:
-            return
+        made = [life.nbytes for life in self.tracker.lives[num_known:]]
+        work = PassWork(new_bytes=sum(nbytes for nbytes in made if nbytes >= LARGE_RESULT_NBYTES))
+        work += work_of(func, args, kwargs, result) or PassWork()
         if not self._has_turned:
             point.forward += work
         elif not (torch.is_grad_enabled() and _NodeOwners.is_node_running()):

@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import torch
 
+from zerooffload.planner.tracing import LARGE_RESULT_NBYTES
 from zerooffload.telemetry import process_resident_bytes
 
 _M_MMAP_THRESHOLD = -3  # malloc.h
-_MMAP_THRESHOLD_BYTES = 256 << 10
 
 
 def give_freed_memory_back() -> bool:
@@ -19,13 +19,14 @@ def give_freed_memory_back() -> bool:
 
     Left alone, glibc raises its threshold for separate mappings up to 32 MiB as blocks are freed, and keeps freed
     activations between those that live: the process then holds half as much again as its tensors take, and what a step
-    needs cannot be told in advance. It costs page faults when the memory is taken again.
+    needs cannot be told in advance. It costs page faults when the memory is taken again: plans count them, see
+    [Note: large results are new memory] in planner/tracing.py.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES))
+    return bool(mallopt(_M_MMAP_THRESHOLD, LARGE_RESULT_NBYTES))
 
 
 def warm_up() -> None:

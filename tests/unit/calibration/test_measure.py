@@ -33,7 +33,12 @@ SHORT = Effort(
     array_bytes=MIB,
     file_bytes=128 * MIB,
 )
-HOST_FIGURES = {"host.memory_bandwidth", "host.update_bandwidth", "host.checksum_bandwidth"}
+HOST_FIGURES = {
+    "host.memory_bandwidth",
+    "host.update_bandwidth",
+    "host.first_touch_bandwidth",
+    "host.checksum_bandwidth",
+}
 DEVICE_FIGURES = {
     *(f"device.matmul_flops.{dtype}" for dtype in ("fp32", "bf16", "fp16")),
     "device.memory_bandwidth",

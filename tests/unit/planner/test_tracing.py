@@ -17,7 +17,7 @@ from zerooffload.errors import ConfigError
 from zerooffload.planner.activations import predict_activation_bytes
 from zerooffload.planner.byteless import let_gradients_go
 from zerooffload.planner.profiles.model import ModelProfile, PassWork, UnitWork
-from zerooffload.planner.tracing import _Trace, trace_model
+from zerooffload.planner.tracing import LARGE_RESULT_NBYTES, _Trace, trace_model
 
 BuildModel = Callable[[], nn.Module]
 RunStep = Callable[[nn.Module], torch.Tensor]
@@ -83,6 +83,18 @@ def test_each_figure_of_two_layers_by_hand() -> None:
     assert (profile.name, profile.batch_size, profile.sequence_length) == ("two", 32, 1)
     assert profile.saved_nbytes == batch + hidden + scalar
     assert profile.peak_nbytes == batch + scalar + second.backward_peak_nbytes
+
+
+def test_large_results_are_new_memory_in_the_pass_that_makes_them() -> None:
+    num_rows = LARGE_RESULT_NBYTES // (16 * 4)
+
+    def new_bytes(num_rows: int) -> list[tuple[float, float]]:
+        profile = trace(TwoLayers, lambda model: model(torch.ones(num_rows, 8)))
+        return [(unit.forward.new_bytes, unit.backward.new_bytes) for unit in profile.units]
+
+    # What the first makes, and its gradient: all else is smaller.
+    assert new_bytes(num_rows) == [(LARGE_RESULT_NBYTES, 0), (0, LARGE_RESULT_NBYTES), (0, 0)]
+    assert new_bytes(num_rows - 1) == [(0, 0), (0, 0), (0, 0)]
 
 
 LENGTH = 24

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from zerooffload.errors import ConfigError
 from zerooffload.planner.profiles import Drive, MachineProfile, PassWork
 
+_FIRST_TOUCH_OF_A_CORE = 2.5e9
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
@@ -31,6 +33,7 @@ class Speeds:
     gather: float
     host_memory: float
     kernel: float
+    first_touch: float
     checksum: float
     num_cores: float
 
@@ -52,7 +55,8 @@ class Speeds:
             )
         products = sum(flops / rates[name] for name, flops in work.flops.items())
         others = work.memory_bytes / device.memory_bandwidth + work.num_operations * device.operation_seconds
-        return self.corrected("compute", products + others)
+        first_touches = work.new_bytes / self.first_touch if device.shares_host_memory else 0.0
+        return self.corrected("compute", products + others + first_touches)
 
     def corrected(self, resource: str, seconds: float) -> float:
         """As runs have taught."""
@@ -76,6 +80,7 @@ def speeds_of(machine: MachineProfile) -> Speeds:
         gather=device.gather or copy_in,
         host_memory=host.memory_bandwidth / ranks,
         kernel=(host.update_bandwidth or host.memory_bandwidth) / ranks,
+        first_touch=(host.first_touch_bandwidth or _FIRST_TOUCH_OF_A_CORE * host.cores) / ranks,
         checksum=host.checksum_bandwidth,
         num_cores=host.cores / ranks,
     )

@@ -114,6 +114,9 @@ class HostSpeeds(BaseModel):
     update_bandwidth : float, optional
         Bytes of memory traffic a second of the optimizer's kernel on all cores (28 bytes for each fp32 parameter of
         AdamW). Default: `memory_bandwidth`.
+    first_touch_bandwidth : float, optional
+        Bytes a second of memory, new from the system, that all cores touch for the first time. Default: 2.5e9 for each
+        core, what zeroing 4 KiB pages takes.
     checksum_bandwidth : float, optional
         Bytes a second of which one core takes checksums. Default: 1e10.
     pinnable : int, optional
@@ -127,6 +130,7 @@ class HostSpeeds(BaseModel):
     cores: Annotated[int, Field(ge=1)]
     memory_bandwidth: Rate
     update_bandwidth: Rate | None = None
+    first_touch_bandwidth: Rate | None = None
     checksum_bandwidth: Rate = 1e10
     pinnable: ByteCount | None = None
 

@@ -17,11 +17,14 @@ class PassWork:
     memory_bytes : float
         Read and written by operations that are no matrix products: all their operands and results.
     num_operations : int
+    new_bytes : float
+        Of results that are too large for memory that the process has in hand; see [Note: large results are new memory].
     """
 
     flops: Mapping[str, float] = field(default_factory=dict)
     memory_bytes: float = 0.0
     num_operations: int = 0
+    new_bytes: float = 0.0
 
     def __add__(self, other: PassWork) -> PassWork:
         flops = {name: self.flops.get(name, 0.0) + other.flops.get(name, 0.0) for name in {**self.flops, **other.flops}}
@@ -29,6 +32,7 @@ class PassWork:
             flops=flops,
             memory_bytes=self.memory_bytes + other.memory_bytes,
             num_operations=self.num_operations + other.num_operations,
+            new_bytes=self.new_bytes + other.new_bytes,
         )
 
 
