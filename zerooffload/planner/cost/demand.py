@@ -36,6 +36,11 @@ class Demand:
     def __add__(self, other: Demand) -> Demand:
         return Demand(**{item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(Demand)})
 
+    def mean_with(self, other: Demand) -> Demand:
+        """Half of both."""
+        both = self + other
+        return Demand(**{item.name: getattr(both, item.name) / 2 for item in fields(Demand)})
+
     def moved(self) -> Mapping[str, float]:
         """By link, as step reports name them."""
         return {item.name: getattr(self, item.name) for item in fields(Demand) if item.name != "host_traffic"}
@@ -149,9 +154,8 @@ def _arrival(flat: FlatPlacement, placement: Placement) -> Demand:
     is_whole = len(held.shards) == flat.layout.world_size
     return Demand(
         nvme_read=held.total_file_nbytes if _is_far(flat.param) else 0.0,
-        copy_in=0.0 if placement.reach.device_shares_host else held.memory_nbytes,
+        copy_in=held.memory_nbytes if _is_copied(flat, placement) else 0.0,
         gathered=0.0 if is_whole else _others_part(flat) * flat.layout.nbytes,
-        host_traffic=held.memory_nbytes if _is_copied_on_host(flat, placement) else 0.0,
     )
 
 
@@ -166,15 +170,14 @@ def _first_arrival(flat: FlatPlacement, placement: Placement) -> Demand:
         nvme_read=usual.nvme_read * own,
         nvme_written=held.total_file_nbytes * others if _is_far(flat.param) else 0.0,
         copy_in=usual.copy_in * own,
-        copy_out=0.0 if placement.reach.device_shares_host else held.memory_nbytes * others,
+        copy_out=held.memory_nbytes * others if _is_copied(flat, placement) else 0.0,
         gathered=others * flat.layout.nbytes,
-        host_traffic=usual.host_traffic * own,
     )
 
 
-def _is_copied_on_host(flat: FlatPlacement, placement: Placement) -> bool:
-    """Several ranks on a CPU: the gather wants a shard in its range."""
-    return placement.reach.device_shares_host and not _is_far(flat.param)
+def _is_copied(flat: FlatPlacement, placement: Placement) -> bool:
+    """Between its home, or a staging slot, and its range; a CPU's files are read to where they are needed."""
+    return not (placement.reach.device_shares_host and _is_far(flat.param))
 
 
 def _gradient_nbytes(flat: FlatPlacement) -> float:

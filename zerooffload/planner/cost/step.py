@@ -15,7 +15,7 @@ Pools: the drive (reads share it, with writes too), host memory, and, where the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -133,7 +133,7 @@ def simulate_step(plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind
     begin, middle, end = (timing.ends[number] for number in ends[-3:])
     return SimulatedStep(
         seconds=(end - begin) / 2,
-        moved=steps.moved,
+        moved=steps.moved_by_step[-2].mean_with(steps.moved),
         busy=_busy(steps.tasks[ends[-2] + 1 : ends[-1] + 1]),
         spans=_spans(steps.tasks, timing, middle, end),
     )
@@ -150,9 +150,11 @@ def floor_seconds(plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind
         If the machine's profile lacks a rate.
     """
     steps = _Steps(plan, model, speeds, kind)
+    # The first finds nothing in host memory.
+    steps.add_step()
     steps.add_step()
     pairs = _pairs(speeds)
-    return max(busiest_seconds(steps.tasks, pairs), sum(busiest_seconds(part, pairs) for part in steps.parts()))
+    return max(busiest_seconds(steps.last(), pairs), sum(busiest_seconds(part, pairs) for part in steps.parts()))
 
 
 def may_go_ahead(placement: Placement) -> bool:
@@ -192,7 +194,7 @@ class _Steps:
 
     def __init__(self, plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind: StepKind) -> None:
         self.tasks: list[Task] = []
-        self.moved = Demand()
+        self.moved_by_step: list[Demand] = []
         self._speeds, self._kind = speeds, kind
         self._placement = plan.placement
         self._shares_host = plan.placement.reach.device_shares_host
@@ -205,7 +207,11 @@ class _Steps:
         # Where a unit's gradient is whole.
         self._last_use = {name: visit for visit in self._backward for name in self._needs[visit]}
         self._order = list(dict.fromkeys([name for visit in self._forward for name in self._needs[visit]]))
-        self._kept_part = self._kept_parts(plan)
+        self._goes_round = kind.schedule is not Schedule.AFTER_BACKWARD
+        self._num_cached, self._num_staged = plan.num_cached_slots, plan.placement.num_staged_chunks
+        # Of each unit's updated chunks, the part that is still in host memory, and that the next update finds there.
+        self._held_part: dict[str, float] = {}
+        self._kept_part: dict[str, float] = {}
         self._arrivals = self._all_arrivals(plan.window_nbytes)
         self._goes_ahead = kind.schedule is Schedule.DURING_BACKWARD and may_go_ahead(plan.placement)
         # Tasks that are waited for: for a unit's new parameters, and for all that the last update did.
@@ -218,7 +224,7 @@ class _Steps:
 
     def add_step(self) -> int:
         """Another step; the position of the last task of the thread that trains."""
-        self.moved = Demand()
+        self.moved_by_step.append(Demand())
         self._come: set[str] = set()
         self._present: dict[str, list[int]] = {}
         self._computed: list[int] = []
@@ -232,6 +238,18 @@ class _Steps:
             self._add_backward(is_first=number == 0)
             self._begins.append(len(self.tasks))
         return self._add_update()
+
+    @property
+    def moved(self) -> Demand:
+        """In the last step."""
+        return self.moved_by_step[-1]
+
+    def _moves(self, demand: Demand) -> None:
+        self.moved_by_step[-1] += demand
+
+    def last(self) -> list[Task]:
+        """The last step's."""
+        return self.tasks[self._begins[0] :]
 
     def parts(self) -> list[list[Task]]:
         """Of the last step, tasks that may overlap: those of two parts cannot. What may overlap with all is in none."""
@@ -253,23 +271,31 @@ class _Steps:
             found.setdefault(arrival.visit, []).append(arrival)
         return found
 
-    def _kept_parts(self, plan: AnnouncedPlan) -> dict[str, float]:
-        """Of each unit's chunks, the part that stays in host memory from one update to the next.
+    def _is_backwards(self) -> bool:
+        """Whether this step's update goes from the last unit to the first: one that is not hidden goes there and back."""
+        return not self._goes_round and len(self.moved_by_step) % 2 == 0
 
-        See [Note: the ring is the host's cache] in tiers/staging.py: all slots hold what is updated last, if the next
-        update comes back the same way, or if all chunks find one.
-        """
-        goes_round = self._kind.schedule is not Schedule.AFTER_BACKWARD
-        num_staged = plan.placement.num_staged_chunks
-        num_slots = plan.num_cached_slots + NUM_STAGING_SLOTS
-        left = plan.num_cached_slots if goes_round and num_staged > num_slots else num_slots
-        parts = {}
-        for name in [*self._order, *self._demands]:
-            num_chunks = self._demands[name].num_chunks
-            if name not in parts and num_chunks and self._demands[name].staged_nbytes:
-                kept = min(left, num_chunks)
-                parts[name] = kept / num_chunks
-                left -= kept
+    def _leave_in_slots(self, order: Sequence[str]) -> None:
+        """See [Note: the ring is the host's cache] in tiers/staging.py: what an update in this order leaves there."""
+        num_slots = self._num_cached + NUM_STAGING_SLOTS
+        all_stay = self._num_staged <= num_slots
+        if not self._goes_round or all_stay:
+            self._held_part = self._kept_part = self._first_chunks(reversed(order), num_slots)
+            return
+        # Some stay for the next update; through the other slots all others pass.
+        self._kept_part = self._first_chunks(order, self._num_cached)
+        last = self._first_chunks(reversed(order), NUM_STAGING_SLOTS)
+        self._held_part = {name: max(self._kept_part.get(name, 0.0), last.get(name, 0.0)) for name in order}
+
+    def _first_chunks(self, order: Iterable[str], num_chunks: int) -> dict[str, float]:
+        """Of each unit's chunks, the part that is among the first so many in this order."""
+        parts, left = {}, num_chunks
+        for name in order:
+            unit = self._demands[name]
+            if unit.num_chunks and unit.staged_nbytes:
+                first = min(left, unit.num_chunks)
+                parts[name] = first / unit.num_chunks
+                left -= first
         return parts
 
     def _add_forward(self) -> None:
@@ -314,15 +340,19 @@ class _Steps:
         name = arrival.unit
         unit, is_first = self._demands[name], name not in self._come
         demand = unit.first_arrival if is_first else unit.arrival
-        kept = self._kept_part.get(name, 0.0) if is_first else 0.0
-        copied = demand.copy_in + kept * unit.lent_nbytes
-        demand = replace(demand, nvme_read=demand.nvme_read * (1 - kept), copy_in=copied)
+        held = self._held_part.get(name, 0.0)
+        if is_first and self._goes_round and name in self._held_part:
+            # Its update was a moment ago.
+            held = 1.0
+        # What is in host memory is copied from there; a device gets all of it so.
+        lent = demand.nvme_read * held if self._shares_host else 0.0
+        demand = replace(demand, nvme_read=demand.nvme_read * (1 - held), copy_in=demand.copy_in + lent)
         self._come.add(name)
-        self.moved += demand
+        self._moves(demand)
         # What computes in the thread that trains sends for it between two visits.
         room = self._computed[arrival.room_after : arrival.room_after + 1] if arrival.room_after >= 0 else self._begin
         after = [*(self._last_compute if self._shares_host else room)]
-        after += self._renewed[name] if kept == 1 or not demand.nvme_read else self._at_home[name]
+        after += self._renewed[name] if not demand.nvme_read else self._at_home[name]
         after = self._read(Lane.PARAMETER_READ, demand.nvme_read, after, name)
         after = self._copy(Lane.COPY_IN, demand.copy_in, after, name)
         after = self._link(demand.gathered, after, name)
@@ -335,7 +365,7 @@ class _Steps:
         """A unit's gradients go home; what must be over before their memory is used again."""
         unit = self._demands[name]
         demand = unit.first_leaving if is_first else unit.leaving
-        self.moved += demand
+        self._moves(demand)
         after = self._link(demand.reduced, self._last_compute, f"{name} gradients")
         after = departed = self._copy(Lane.COPY_OUT, demand.copy_out, after, f"{name} gradients")
         after = self._read(Lane.STATE_READ, demand.nvme_read, after, f"{name} gradients")
@@ -360,7 +390,8 @@ class _Steps:
         decided = self._compute(normed / self._speeds.host_memory, [*landed, *home], "step")
         is_hidden = self._kind.schedule is not Schedule.AFTER_BACKWARD
         self._stepped, written = [], []
-        for rank, name in enumerate(self._order):
+        order = self._order[::-1] if self._is_backwards() else self._order
+        for rank, name in enumerate(order):
             unit = self._demands[name]
             if not unit.num_updated:
                 continue
@@ -371,6 +402,7 @@ class _Steps:
             goes_ahead = self._goes_ahead and not unit.update.copy_out
             after = [*self._left[name], *self._at_home[name]] if goes_ahead else [decided]
             written += self._update(unit, after, rank)
+        self._leave_in_slots(order)
         self._committed = [self._add(Lane.WRITE, 0.0, written, {}, "commit")] if written else []
         if is_hidden:
             return decided
@@ -380,7 +412,7 @@ class _Steps:
         """A unit's update, in some pieces; what must be over for its states to be home."""
         kept = self._kept_part.get(unit.name, 0.0)
         demand = replace(unit.update, nvme_read=unit.update.nvme_read - kept * unit.staged_nbytes)
-        self.moved += demand
+        self._moves(demand)
         num_pieces = max(1, min(_MOST_PIECES, unit.num_chunks))
         self._renewed[unit.name], self._at_home[unit.name] = [], []
         rate = self._speeds.kernel
@@ -417,7 +449,7 @@ class _Steps:
         nbytes = self._works[name].input_nbytes * self._kind.num_slices
         out = 0 if self._shares_host else nbytes
         written = nbytes if home is TierName.NVME else 0
-        self.moved += Demand(copy_out=out, nvme_written=written)
+        self._moves(Demand(copy_out=out, nvme_written=written))
         after = self._copy(Lane.COPY_OUT, out, self._last_compute, f"{name} input")
         self._inputs_at_home[name] = self._write(written, after, f"{name} input")
 
@@ -428,7 +460,7 @@ class _Steps:
         nbytes = self._works[name].input_nbytes * self._kind.num_slices
         into = 0 if self._shares_host else nbytes
         read = nbytes if home is TierName.NVME else 0
-        self.moved += Demand(copy_in=into, nvme_read=read)
+        self._moves(Demand(copy_in=into, nvme_read=read))
         after = [*self._inputs_at_home.pop(name), *self._computed[-2:-1]]
         after = self._read(Lane.PARAMETER_READ, read, after, f"{name} input")
         return self._copy(Lane.COPY_IN, into, after, f"{name} input")
@@ -453,7 +485,11 @@ class _Steps:
         if not nbytes:
             return list(after)
         rate = self._speeds.copy_in if lane is Lane.COPY_IN else self._speeds.copy_out
-        loads = {_COPIES: 1.0, _MEMORY: rate / self._speeds.host_memory}
+        if self._shares_host:
+            # By the CPU, from memory to memory: what is read is written too.
+            loads, rate = {_MEMORY: 1.0, _CORES: 1.0}, self._speeds.host_memory / 2
+        else:
+            loads = {_COPIES: 1.0, _MEMORY: rate / self._speeds.host_memory}
         return [self._add(lane, self._speeds.corrected("copies", nbytes / rate), after, loads, name)]
 
     def _link(self, nbytes: float, after: Sequence[int], name: str) -> list[int]:
