@@ -27,7 +27,7 @@ DEFAULT_PART = 0.75
 """Of memory, for a run without a bound."""
 _ACTIVATIONS_MARGIN = 1.1
 """Of predicted activations, what is left free for them."""
-_MOST_RUN_ON_PAPER = 2
+_MOST_RUN_ON_PAPER = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -166,4 +167,4 @@ def test_updates_go_ahead_where_steps_are_committed() -> None:
 
 def test_more_memory_never_makes_a_plan_slower() -> None:
     seconds = [planned(of_memory(STATES // 8, host)).estimate.seconds for host in (STATES, 2 * STATES, 4 * STATES)]
-    assert seconds == sorted(seconds, reverse=True)
+    assert all(more <= less * (1 + 1e-9) for less, more in pairwise(seconds))

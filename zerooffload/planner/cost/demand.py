@@ -71,6 +71,8 @@ class UnitDemand:
         Elements that this rank updates.
     on_device : bool
         Whether the device updates them.
+    goes_ahead : bool
+        Whether the update can begin before `optimizer.step()`: what it changes has a second place.
     device_traffic : float
         Then: bytes of its memory that this reads and writes.
     lent_nbytes : float
@@ -93,6 +95,7 @@ class UnitDemand:
     update: Demand
     num_updated: int
     on_device: bool
+    goes_ahead: bool
     device_traffic: float
     lent_nbytes: float
     staged_nbytes: float
@@ -121,6 +124,7 @@ def _unit_demand(unit: UnitPlacement, placement: Placement) -> UnitDemand:
         update=total([_update(flat, placement) for flat in trained]),
         num_updated=sum(_num_own(flat) for flat in trained),
         on_device=on_device,
+        goes_ahead=bool(trained) and all(_has_second_places(flat, placement) for flat in trained),
         device_traffic=sum(_kernel_traffic(flat) for flat in trained) if on_device else 0.0,
         lent_nbytes=sum(
             flat.param.layout.memory_nbytes
@@ -141,6 +145,13 @@ def _is_far(state: StatePlacement) -> bool:
 
 def _is_all_on_device(flat: FlatPlacement, placement: Placement) -> bool:
     return not placement.reach.device_shares_host and all(state.tier is TierName.DEVICE for state in flat.states())
+
+
+def _has_second_places(flat: FlatPlacement, placement: Placement) -> bool:
+    return all(
+        state.num_places > 1 or (placement.commits_steps and _is_far(state) and not state.is_mirrored)
+        for state in _changed(flat)
+    )
 
 
 def _others_part(flat: FlatPlacement) -> float:

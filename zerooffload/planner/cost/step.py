@@ -111,8 +111,8 @@ class SimulatedStep:
     spans: Sequence[Span]
 
 
-_NUM_STEPS = 4
-"""Two to get going, and two that are like all that follow."""
+_NUM_STEPS = 5
+"""Three to get going, and two that are like all that follow."""
 _MOST_PIECES = 4
 """Of a unit's update: enough that reading, stepping and writing overlap."""
 _RING = "staging ring"
@@ -158,10 +158,13 @@ def floor_seconds(plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind
 
 
 def may_go_ahead(placement: Placement) -> bool:
-    """Whether updates can begin before `optimizer.step()`: each changed state has a second place."""
-    flats = [flat for unit in placement.units for flat in unit.flats if flat.optimizer is not None]
-    changed = [state for flat in flats for state in (flat.param, flat.optimizer) if state is not None]
-    return all(state.num_places > 1 or (placement.commits_steps and state.tier is TierName.NVME) for state in changed)
+    """Whether updates can begin before `optimizer.step()`: where each state that changes has a second place.
+
+    What the device updates is updated in `step()`.
+    """
+    units = unit_demands(placement).values()
+    hosts = [unit for unit in units if unit.num_updated and not unit.on_device]
+    return any(unit.goes_ahead for unit in hosts)
 
 
 def _pairs(speeds: Speeds) -> list[Pair]:
@@ -256,8 +259,9 @@ class _Steps:
         *passes, update = [self.tasks[first:last] for first, last in pairwise([*self._begins, len(self.tasks)])]
         beside: list[list[Task]] = []
         if self._kind.schedule is not Schedule.AFTER_BACKWARD:
-            # A backward waits for what is computed, not for what is written.
-            update = [task for task in update if task.lane != Lane.WRITE]
+            # A backward waits for what is computed: the ring holds what is still to be written.
+            late = [task for task in update if task.lane == Lane.WRITE and task.seconds][-NUM_STAGING_SLOTS:]
+            update = [task for task in update if task not in late]
             beside.append(passes.pop(0))
             if self._goes_ahead:
                 beside.append(passes.pop())
@@ -272,7 +276,7 @@ class _Steps:
         return found
 
     def _is_backwards(self) -> bool:
-        """Whether this step's update goes from the last unit to the first: one that is not hidden goes there and back."""
+        """Whether the update goes from the last unit to the first: one that is not hidden goes there and back."""
         return not self._goes_round and len(self.moved_by_step) % 2 == 0
 
     def _leave_in_slots(self, order: Sequence[str]) -> None:
@@ -345,7 +349,7 @@ class _Steps:
             # Its update was a moment ago.
             held = 1.0
         # What is in host memory is copied from there; a device gets all of it so.
-        lent = demand.nvme_read * held if self._shares_host else 0.0
+        lent = held * unit.lent_nbytes
         demand = replace(demand, nvme_read=demand.nvme_read * (1 - held), copy_in=demand.copy_in + lent)
         self._come.add(name)
         self._moves(demand)
@@ -399,7 +403,7 @@ class _Steps:
                 seconds = unit.device_traffic / self._speeds.machine.device.memory_bandwidth
                 self._renewed[name] = [self._compute(seconds, [], f"{name} update")]
                 continue
-            goes_ahead = self._goes_ahead and not unit.update.copy_out
+            goes_ahead = self._goes_ahead and unit.goes_ahead
             after = [*self._left[name], *self._at_home[name]] if goes_ahead else [decided]
             written += self._update(unit, after, rank)
         self._leave_in_slots(order)
