@@ -346,8 +346,8 @@ class _Steps:
         demand = unit.first_arrival if is_first else unit.arrival
         held = self._held_part.get(name, 0.0)
         if is_first and self._goes_round and name in self._held_part:
-            # Its update was a moment ago.
-            held = 1.0
+            # Its update was a moment ago: the last chunk's slot has not been taken for another unit's yet.
+            held = max(held, 1 / unit.num_chunks)
         # What is in host memory is copied from there; a device gets all of it so.
         lent = held * unit.lent_nbytes
         demand = replace(demand, nvme_read=demand.nvme_read * (1 - held), copy_in=demand.copy_in + lent)
