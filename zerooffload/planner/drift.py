@@ -50,6 +50,10 @@ class Shift:
     now: Mapping[str, float]
     noise: Mapping[str, float]
 
+    def differs(self, name: str) -> bool:
+        """Whether a figure is another one than before."""
+        return abs(self.now[name] - self.before[name]) > self.noise[name]
+
 
 class DriftWatch:
     """Watches figures; see the note. Of noise alone it makes nothing.

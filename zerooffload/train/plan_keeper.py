@@ -87,6 +87,11 @@ class PlanKeeper(Keeper):
         if self._machine is None or self._profile is None:
             return
         run, recipe = run_of(model.parameters()), result.recipe
+        if self._machine.device.shares_host_memory != result.computes_on_host:
+            raise ConfigError(
+                f"the profile of {self._machine.name} is of a machine that computes elsewhere:"
+                " zerooffload calibrate measures this one"
+            )
         if run.plan.planned_bytes(TierName.NVME) and not self._machine.drives:
             raise ConfigError(f"the profile of {self._machine.name} has no drive: zerooffload calibrate --path adds it")
         on_paper = RunOnPaper(
@@ -183,13 +188,13 @@ class _FollowedRun:
             text = f"steps still take {format_seconds(now[_STEP])}"
         if self._on_paper.kind.schedule.value != self._mode.mode.value:
             return f"{text}; updates run {_words(self._mode.mode.value)} now, as steps clip more often or less"
-        resources = [name for name in _resources(now) if abs(now[name] - before[name]) > shift.noise[name]]
-        if _DRIVE_BYTE in shift.names:
+        resources = [name for name in _resources(now) if before[name] and shift.differs(name)]
+        if _DRIVE_BYTE in shift.names and before[_DRIVE_BYTE]:
             return f"{text}; for the same bytes {in_words('drive', now[_DRIVE_BYTE] / before[_DRIVE_BYTE])}"
         if not resources:
             return f"{text}; no resource that is measured accounts for it"
         name = max(resources, key=lambda name: abs(now[name] - before[name]))
-        return f"{text}; {in_words(name, now[name] / before[name])}" if before[name] else text
+        return f"{text}; {in_words(name, now[name] / before[name])}"
 
     def _switched(self, other: OtherSchedule, seconds: float) -> str:
         gain = f"predicted {format_seconds(other.seconds)} instead of {format_seconds(other.now_seconds)} a step"

@@ -14,6 +14,7 @@ from zerooffload.entry.runs import run_of
 from zerooffload.planner.cost import Schedule
 from zerooffload.planner.drift import REFERENCE_STEPS, WINDOW_STEPS
 from zerooffload.runtime.update_mode import ModeChooser, UpdateMode
+from zerooffload.telemetry import StepReport
 from zerooffload.train import plan_keeper, train
 from zerooffload.train.keeper import HeldRun, Keeper
 from zerooffload.train.loop import Observer, StepRecord, TrainingResult
@@ -64,24 +65,45 @@ class Rig:
         self.followed = plan_keeper._FollowedRun(self.paper, self.held, result, run, PLANNER)
         self._noise = cycle(NOISE)
         self._number = 0
-        self._reports: dict[Any, Any] = {}
+        self._reports: dict[tuple[float, Schedule, float], StepReport] = {}
 
-    def steps(self, number: int, *, slower: float = 1.0, **changes: Any) -> list[str]:
+    def steps(self, number: int, *, slower: float = 1.0, was_saving: bool = False) -> list[str]:
         """So many more steps, on drives that are so much slower than their profile; what was said of them."""
-        before = len(self.said)
+        said: list[str] = []
         for _ in range(number):
+            # What is said of a step may change the next one.
+            said += self.feed(self.reports(1, slower=slower), was_saving=was_saving)
+        return said
+
+    def reports(self, number: int, *, slower: float = 1.0) -> list[StepReport]:
+        """Of so many steps as the run would do them now."""
+        mode = Schedule(self.chooser.mode.value) if self.mode_matters else self.paper.kind.schedule
+        return [self._report(slower, mode, next(self._noise)) for _ in range(number)]
+
+    def feed(self, reports: Iterable[StepReport], *, was_saving: bool = False) -> list[str]:
+        """Let the keeper see these; what it says."""
+        before = len(self.said)
+        for report in reports:
             self._number += 1
-            mode = Schedule(self.chooser.mode.value) if self.mode_matters else self.paper.kind.schedule
-            key = (slower, mode, next(self._noise))
-            if key not in self._reports:
-                truth = with_slower_drives(self.paper, slower) if slower != 1.0 else self.paper
-                self._reports[key] = done_step(truth.updating(mode), times=key[-1])
-            report = replace(self._reports[key], step=self._number)
             record = StepRecord(
-                step=self._number, loss=1.0, lr=1e-3, grad_norm=0.5, seconds=report.seconds, tokens=1, report=report
+                step=self._number,
+                loss=1.0,
+                lr=1e-3,
+                grad_norm=0.5,
+                seconds=report.seconds,
+                tokens=1,
+                report=replace(report, step=self._number),
+                was_saving=was_saving,
             )
-            self.said += self.followed.finished(replace(record, **changes))
+            self.said += self.followed.finished(record)
         return self.said[before:]
+
+    def _report(self, slower: float, mode: Schedule, times: float) -> StepReport:
+        key = (slower, mode, times)
+        if key not in self._reports:
+            truth = with_slower_drives(self.paper, slower) if slower != 1.0 else self.paper
+            self._reports[key] = done_step(truth.updating(mode), times=times)
+        return self._reports[key]
 
 
 def test_the_third_step_is_compared_and_what_goes_on_like_it_is_not_worth_a_word() -> None:
@@ -162,6 +184,22 @@ def test_homes_that_a_plan_would_choose_now_are_told_with_their_gain() -> None:
     assert "zerooffload plan would now choose params of 3 of 7 units on host, params of 4 of 7 units on device" in homes
     assert "a step, predicted. To move them, go on from a checkpoint: zerooffload resume CHECKPOINT with" in homes
     assert len(rig.steps(200)) == 1
+
+
+def test_slower_steps_are_told_with_the_resource_that_changed() -> None:
+    """Or without one."""
+    rig = Rig()
+    rig.steps(60)
+    slow = [replace(step, seconds=2 * step.seconds) for step in rig.reports(UNTIL_FOUND)]
+    (told, *_) = rig.feed(slow)
+    assert told.endswith("before; no resource that is measured accounts for it")
+    rig = Rig()
+    rig.steps(60)
+    kernels = [{**step.hidden_work, "update kernel": 9 * step.hidden_work["update kernel"]} for step in rig.reports(3)]
+    slow = [replace(step, seconds=2 * step.seconds, hidden_work=kernels[0]) for step in rig.reports(UNTIL_FOUND)]
+    (told, *_) = rig.feed(slow)
+    assert "the update's kernel takes " in told
+    assert told.endswith("times as long: other programs may use the cores or the memory")
 
 
 def test_steps_beside_a_checkpoint_are_left_out() -> None:
@@ -249,6 +287,16 @@ def test_a_profile_without_the_drive_is_told_and_the_run_goes_on(
         "the run is not held to a plan: ConfigError: the profile of this one has no drive:"
         " zerooffload calibrate --path adds it"
     )
+    assert (len(result.steps), result.held) == (3, None)
+
+
+def test_a_profile_of_a_machine_that_computes_elsewhere_is_told(
+    make_recipe: Callable[..., Recipe], remembered: Path
+) -> None:
+    own_memory = '"shares_host_memory": false, "copy_in": 1e9, "copy_out": 1e9'
+    remembered.write_text(remembered.read_text().replace('"shares_host_memory": true', own_memory))
+    result, (line,) = trained(make_recipe())
+    assert "the profile of this one is of a machine that computes elsewhere: zerooffload calibrate" in line
     assert (len(result.steps), result.held) == (3, None)
 
 
