@@ -155,6 +155,7 @@ class _FollowedRun:
             computes_on_host=result.computes_on_host,
             grown_bytes=grown if result.computes_on_host else None,
             was_clipped=max_norm is not None and record.grad_norm is not None and record.grad_norm > max_norm,
+            hides_updates=self._mode.hides,
         )
 
     def _probe(self, step: MeasuredStep, number: int) -> Iterator[str]:

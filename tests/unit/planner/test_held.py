@@ -72,6 +72,16 @@ def test_bytes_are_within_a_hundredth_and_written_ones_may_have_a_record_of_the_
     ]  # fmt: skip
 
 
+def test_where_updates_are_hidden_a_drives_bytes_may_come_a_step_later(estimate: Estimate, report: StepReport) -> None:
+    def moved(times: float) -> StepReport:
+        links = {name: round(nbytes * times) for name, nbytes in estimate.bytes_moved.items()}
+        return replace(report, bytes_moved=links)
+
+    assert list(outside(estimate, moved(1.19), hides_updates=True)) == ["copy in", "copy out"]
+    assert list(outside(estimate, moved(1.19))) == ["nvme read", "nvme written", "copy in", "copy out"]
+    assert "nvme read" in outside(estimate, moved(1.21), hides_updates=True)
+
+
 def test_what_clipping_did_twice_is_told(estimate: Estimate, report: StepReport) -> None:
     more = {**report.bytes_moved, "nvme_written": 2 * report.bytes_moved["nvme_written"]}
     found = outside(estimate, replace(report, bytes_moved=more), was_clipped=True)
