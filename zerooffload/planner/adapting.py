@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from zerooffload.planner.admission import AnnouncedPlan
+from zerooffload.planner.block_inputs import HOLDER, inputs_nbytes
 from zerooffload.planner.cost import Estimate, Schedule, StepKind, estimate
 from zerooffload.planner.cost.step import may_go_ahead
 from zerooffload.planner.held import predicted_seconds
+from zerooffload.planner.placement import Claim
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
 
 
@@ -66,6 +68,16 @@ class RunOnPaper:
         known = self.machine.corrections
         corrections = {**known, **{name: known.get(name, 1.0) * factor for name, factor in factors.items()}}
         return replace(self, machine=self.machine.model_copy(update={"corrections": corrections}))
+
+
+def with_inputs_of_blocks(announced: AnnouncedPlan, model: ModelProfile, kind: StepKind) -> AnnouncedPlan:
+    """What a run leases when the inputs of blocks have come, for which it may not have set enough aside."""
+    placement = announced.placement
+    nbytes_of = {work.name: work.input_nbytes * kind.num_slices for work in model.units}
+    needed = inputs_nbytes(placement.block_inputs.homes, nbytes_of, placement.reach)
+    aside = {claim.tier: claim.nbytes for claim in announced.claims if claim.holder == HOLDER}
+    coming = [Claim(tier, HOLDER, nbytes - aside.get(tier, 0)) for tier, nbytes in needed.items()]
+    return replace(announced, claims=(*announced.claims, *(claim for claim in coming if claim.nbytes > 0)))
 
 
 @dataclass(frozen=True, kw_only=True)

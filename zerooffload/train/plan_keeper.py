@@ -14,7 +14,7 @@ from zerooffload.config import TierName
 from zerooffload.entry.runs import run_of
 from zerooffload.errors import BudgetError, ConfigError
 from zerooffload.formats import format_seconds
-from zerooffload.planner.adapting import OtherSchedule, RunOnPaper, quicker_schedule
+from zerooffload.planner.adapting import OtherSchedule, RunOnPaper, quicker_schedule, with_inputs_of_blocks
 from zerooffload.planner.cost import Schedule, StepKind
 from zerooffload.planner.drift import DriftWatch, Shift
 from zerooffload.planner.find import homes_of, settings_of
@@ -94,17 +94,18 @@ class PlanKeeper(Keeper):
             )
         if run.plan.planned_bytes(TierName.NVME) and not self._machine.drives:
             raise ConfigError(f"the profile of {self._machine.name} has no drive: zerooffload calibrate --path adds it")
+        kind = StepKind(
+            schedule=Schedule(run.update_mode.mode.value),
+            accumulation=recipe.training.accumulation_steps,
+            computed_again=self._planner.computed_again(recipe) | frozenset(run.plan.placement.block_inputs.homes),
+            num_slices=recipe.training.batch_size // self._profile.batch_size,
+            clips=recipe.training.max_grad_norm is not None,
+        )
         on_paper = RunOnPaper(
-            announced=run.plan,
+            announced=with_inputs_of_blocks(run.plan, self._profile, kind),
             model=self._profile,
             machine=self._machine,
-            kind=StepKind(
-                schedule=Schedule(run.update_mode.mode.value),
-                accumulation=recipe.training.accumulation_steps,
-                computed_again=self._planner.computed_again(recipe) | frozenset(run.plan.placement.block_inputs.homes),
-                num_slices=recipe.training.batch_size // self._profile.batch_size,
-                clips=recipe.training.max_grad_norm is not None,
-            ),
+            kind=kind,
         )
         self.held = HeldRun(estimate=on_paper.estimate(baseline_bytes=result.baseline_bytes))
         self._run = _FollowedRun(on_paper, self.held, result, run, self._planner)

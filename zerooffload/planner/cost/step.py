@@ -21,6 +21,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 from zerooffload.config import TierName
+from zerooffload.formats import round_up
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.planner.cost.demand import Demand, UnitDemand, unit_demands
 from zerooffload.planner.cost.lanes import Pair, Task, Timing, busiest_seconds, run_lanes
@@ -28,6 +29,7 @@ from zerooffload.planner.cost.speeds import Speeds
 from zerooffload.planner.cost.window import Arrival, arrivals
 from zerooffload.planner.placement import NUM_STAGING_SLOTS, Placement
 from zerooffload.planner.profiles import ModelProfile
+from zerooffload.tiers import FILE_ALIGNMENT_BYTES
 
 _ROOT = "(root)"
 
@@ -452,7 +454,7 @@ class _Steps:
             return
         nbytes = self._works[name].input_nbytes * self._kind.num_slices
         out = 0 if self._shares_host else nbytes
-        written = nbytes if home is TierName.NVME else 0
+        written = round_up(nbytes, FILE_ALIGNMENT_BYTES) if home is TierName.NVME else 0
         self._moves(Demand(copy_out=out, nvme_written=written))
         after = self._copy(Lane.COPY_OUT, out, self._last_compute, f"{name} input")
         self._inputs_at_home[name] = self._write(written, after, f"{name} input")
@@ -463,7 +465,7 @@ class _Steps:
             return []
         nbytes = self._works[name].input_nbytes * self._kind.num_slices
         into = 0 if self._shares_host else nbytes
-        read = nbytes if home is TierName.NVME else 0
+        read = round_up(nbytes, FILE_ALIGNMENT_BYTES) if home is TierName.NVME else 0
         self._moves(Demand(copy_in=into, nvme_read=read))
         after = [*self._inputs_at_home.pop(name), *self._computed[-2:-1]]
         after = self._read(Lane.PARAMETER_READ, read, after, f"{name} input")
