@@ -68,7 +68,7 @@ class PlanKeeper(Keeper):
             yield from lines
         except Exception as error:  # noqa: BLE001 - a run does not fail for want of a plan
             self._machine = self._run = None
-            yield f"the run is not held to a plan: {type(error).__name__}: {error}"
+            yield f"the run is not held to a plan: {type(error).__name__}: {error}".splitlines()[0]
 
     def _prepare(self, recipe: Recipe) -> Iterator[str]:
         remembered = remembered_machine()
@@ -230,6 +230,9 @@ class _FollowedRun:
         freed |= {"host_memory": limits.host_bytes, "nvme_space": limits.nvme_bytes}
         if not limits.device_shares_host:
             freed["device_memory"] = limits.device_bytes
+        if recipe.offload.activations == "auto":
+            # What that means in this run: other activations are no other homes.
+            freed["activations"] = "keep" if recipe.offload.micro_batch_size is None else "device"
         offload = recipe.offload.model_copy(update=freed)
         try:
             plan = self._planner.plan(recipe.model_copy(update={"offload": offload}), self._on_paper.machine)

@@ -323,7 +323,7 @@ def test_whatever_fails_while_predicting_the_run_does_not(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
-        raise RuntimeError("it cannot be traced")
+        raise RuntimeError("it cannot be traced\nand here is why")
 
     monkeypatch.setattr(plan_keeper.Planner, "profile", fail)
     result, lines = trained(make_recipe())
