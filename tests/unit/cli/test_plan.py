@@ -13,7 +13,7 @@ from support.pages import read_page
 
 from zerooffload import OffloadConfig
 from zerooffload.cli import app
-from zerooffload.cli.plan import command, section
+from zerooffload.cli.plan import command
 from zerooffload.config import TierName
 from zerooffload.formats import format_bytes, format_seconds
 from zerooffload.machine import cache_folder
@@ -21,6 +21,7 @@ from zerooffload.planner.profiles import find_machine
 from zerooffload.planner.stages import stage_table
 from zerooffload.train import read_recipe
 from zerooffload.train.planning import Planner
+from zerooffload.train.toml import toml_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,7 +146,7 @@ def test_any_setting_is_written_so_that_it_is_read_again() -> None:
         "empty": {},
         "name": "last",
     }
-    read = tomllib.loads("\n".join(section._table("offload", values)))["offload"]
+    read = tomllib.loads("\n".join(toml_table("offload", values)))["offload"]
     assert read == {
         "flag": True,
         "count": 3,
