@@ -158,6 +158,40 @@ def export(
 
 
 @app.command()
+def tune(
+    context: typer.Context,
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="FILE.toml")],
+    *,
+    set_: _Settings = None,
+    machine: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="This machine's profile. Default: what calibrate has left."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="BEST.toml", help="The best recipe. Default: FILE.tuned.toml beside the given one."),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=1.0, metavar="N", help="About how long it may take. Default: as it needs.")
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, metavar="N", help="Most configurations that are tried.")] = 9,
+    allow_moments: Annotated[
+        bool, typer.Option("--allow-moments", help="Formats of moments may change, which changes the numbers.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Find the fastest settings for a recipe, by short real steps around its plan."""
+    from zerooffload.cli.tune import Outputs, tune_recipe  # noqa: PLC0415 - imports torch
+    from zerooffload.train.tuning.tune import Effort  # noqa: PLC0415 - imports torch
+
+    effort = Effort(num_trials=trials, most_seconds=seconds)
+    with _ends_for_users(context):
+        tune_recipe(
+            recipe, set_ or [], machine, effort, Outputs(recipe=output, as_json=json), may_use_moments=allow_moments
+        )
+
+
+@app.command()
 def promote(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(help="The first nvme path of a run.", metavar="DIR")],
