@@ -50,10 +50,10 @@ CASES = [
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, inner_width: int) -> None:
         super().__init__()
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
-        self.outer = nn.Linear(2 * WIDTH, WIDTH)
+        self.inner = nn.Linear(WIDTH, inner_width)
+        self.outer = nn.Linear(inner_width, WIDTH)
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         return batch + self.outer(torch.relu(self.inner(batch)))
@@ -62,7 +62,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.blocks = nn.ModuleList(Block(WIDTH * (1 + number % 3)) for number in range(DEPTH))
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from operator import add
@@ -81,8 +81,8 @@ class UnitDemand:
         What the update reads from nvme of states that it changes: what stays in host memory need not be read.
     checked_nbytes : float
         Of what the update writes, what gets a checksum.
-    num_chunks : int
-        In which the update goes.
+    chunk_numels : Sequence[int]
+        Elements of each chunk in which the update goes, in forward's order.
     """
 
     name: str
@@ -100,7 +100,7 @@ class UnitDemand:
     lent_nbytes: float
     staged_nbytes: float
     checked_nbytes: float
-    num_chunks: int
+    chunk_numels: Sequence[int]
 
 
 def unit_demands(placement: Placement) -> dict[str, UnitDemand]:
@@ -135,8 +135,14 @@ def _unit_demand(unit: UnitPlacement, placement: Placement) -> UnitDemand:
             _own_file_nbytes(state, flat) for flat in trained for state in _changed(flat) if _is_far(state)
         ),
         checked_nbytes=sum(_written_nbytes(flat) for flat in trained),
-        num_chunks=sum(flat.optimizer.layout.num_chunks for flat in trained if flat.optimizer is not None),
+        chunk_numels=[numel for flat in trained for numel in _chunk_numels(flat)],
     )
+
+
+def _chunk_numels(flat: FlatPlacement) -> list[int]:
+    layout = flat.param.layout if flat.optimizer is None else flat.optimizer.layout
+    edges = (layout.chunk_range(chunk) for chunk in layout.chunks)
+    return [stop - start for start, stop in edges]
 
 
 def _is_far(state: StatePlacement) -> bool:

@@ -15,7 +15,7 @@ Pools: the drive (reads share it, with writes too), host memory, and, where the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -281,27 +281,38 @@ class _Steps:
         """Whether the update goes from the last unit to the first: one that is not hidden goes there and back."""
         return not self._goes_round and len(self.moved_by_step) % 2 == 0
 
+    def _update_order(self) -> list[str]:
+        """What is hidden goes as the next forward will; what is not, in the order of the model, there and back."""
+        if self._goes_round:
+            return self._order
+        return list(self._demands)[:: -1 if self._is_backwards() else 1]
+
     def _leave_in_slots(self, order: Sequence[str]) -> None:
         """See [Note: the ring is the host's cache] in tiers/staging.py: what an update in this order leaves there."""
         num_slots = self._num_cached + NUM_STAGING_SLOTS
         all_stay = self._num_staged <= num_slots
+        is_backwards = self._is_backwards()
         if not self._goes_round or all_stay:
-            self._held_part = self._kept_part = self._first_chunks(reversed(order), num_slots)
+            self._held_part = self._kept_part = self._first_chunks(order[::-1], num_slots, from_end=not is_backwards)
             return
         # Some stay for the next update; through the other slots all others pass.
         self._kept_part = self._first_chunks(order, self._num_cached)
-        last = self._first_chunks(reversed(order), NUM_STAGING_SLOTS)
-        self._held_part = {name: max(self._kept_part.get(name, 0.0), last.get(name, 0.0)) for name in order}
+        if self._goes_ahead:
+            # It follows backward, so that what comes first in forward is updated last.
+            self._held_part = self._first_chunks(order, num_slots)
+            return
+        last = self._first_chunks(order[::-1], NUM_STAGING_SLOTS, from_end=True)
+        self._held_part = {name: max(self._kept_part[name], last[name]) for name in last}
 
-    def _first_chunks(self, order: Iterable[str], num_chunks: int) -> dict[str, float]:
-        """Of each unit's chunks, the part that is among the first so many in this order."""
+    def _first_chunks(self, order: Sequence[str], num_chunks: int, *, from_end: bool = False) -> dict[str, float]:
+        """Of each staged unit, the part in chunks that are among the first so many; of a unit the last ones first."""
         parts, left = {}, num_chunks
         for name in order:
             unit = self._demands[name]
-            if unit.num_chunks and unit.staged_nbytes:
-                first = min(left, unit.num_chunks)
-                parts[name] = first / unit.num_chunks
-                left -= first
+            numels = unit.chunk_numels[::-1] if from_end else unit.chunk_numels
+            if numels and unit.staged_nbytes:
+                parts[name] = sum(numels[:left]) / sum(numels)
+                left = max(0, left - len(numels))
         return parts
 
     def _add_forward(self) -> None:
@@ -347,9 +358,9 @@ class _Steps:
         unit, is_first = self._demands[name], name not in self._come
         demand = unit.first_arrival if is_first else unit.arrival
         held = self._held_part.get(name, 0.0)
-        if is_first and self._goes_round and name in self._held_part:
+        if is_first and self._goes_round and not self._goes_ahead and name in self._held_part:
             # Its update was a moment ago: the last chunk's slot has not been taken for another unit's yet.
-            held = max(held, 1 / unit.num_chunks)
+            held = max(held, 1 / len(unit.chunk_numels))
         # What is in host memory is copied from there; a device gets all of it so.
         lent = held * unit.lent_nbytes
         demand = replace(demand, nvme_read=demand.nvme_read * (1 - held), copy_in=demand.copy_in + lent)
@@ -396,7 +407,7 @@ class _Steps:
         decided = self._compute(normed / self._speeds.host_memory, [*landed, *home], "step")
         is_hidden = self._kind.schedule is not Schedule.AFTER_BACKWARD
         self._stepped, written = [], []
-        order = self._order[::-1] if self._is_backwards() else self._order
+        order = self._update_order()
         for rank, name in enumerate(order):
             unit = self._demands[name]
             if not unit.num_updated:
@@ -419,7 +430,7 @@ class _Steps:
         kept = self._kept_part.get(unit.name, 0.0)
         demand = replace(unit.update, nvme_read=unit.update.nvme_read - kept * unit.staged_nbytes)
         self._moves(demand)
-        num_pieces = max(1, min(_MOST_PIECES, unit.num_chunks))
+        num_pieces = max(1, min(_MOST_PIECES, len(unit.chunk_numels)))
         self._renewed[unit.name], self._at_home[unit.name] = [], []
         rate = self._speeds.kernel
         seconds = demand.host_traffic / rate + unit.checked_nbytes / self._speeds.checksum
