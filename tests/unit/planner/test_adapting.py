@@ -43,7 +43,7 @@ def test_a_resource_with_nothing_to_do_stays_as_it_is() -> None:
 
 def test_where_the_drive_is_the_bound_updates_that_come_back_the_same_way_read_less() -> None:
     """The ring's slots keep what was updated last, for an update that begins with it; see tiers/staging.py."""
-    run = run_on_paper("640MiB", *ALL)
+    run = run_on_paper("512MiB", *ALL)
     assert quicker_schedule(run, Schedule, noise_part=0.1) is None
     slow = with_slower_drives(run, 10)
     other = quicker_schedule(slow, Schedule, noise_part=0.1)

@@ -49,7 +49,7 @@ class Rig:
         Whether another mode changes what steps take.
     """
 
-    host_memory: str = "640MiB"
+    host_memory: str = "512MiB"
     wanted: Any = "auto"
     mode_matters: bool = True
     num_ranks: int = 1
