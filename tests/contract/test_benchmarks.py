@@ -176,6 +176,44 @@ def test_contestants_of_a_step_have_the_same_losses_and_a_missing_one_is_told(re
     assert all(item["ok"] for item in losses)
 
 
+def test_plans_are_compared_with_what_came(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    drive, file, table = tmp_path / "drive", tmp_path / "result.json", tmp_path / "table.md"
+    drive.mkdir()
+    profile = tmp_path / "machine.toml"
+    profile.write_text(
+        f"""
+        name = "some machine"
+        [device]
+        memory = "8GiB"
+        shares_host_memory = true
+        matmul_flops = {{ fp32 = 1e11 }}
+        memory_bandwidth = 2e10
+        [host]
+        memory = "8GiB"
+        cores = 2
+        memory_bandwidth = 2e10
+        [[drives]]
+        path = "{drive}"
+        read = 3e9
+        write = 3e9
+        """
+    )
+    words = ("--quick", "--rounds", "1", "--steps", "1", "--warm-up", "1", "--machine", profile)
+    done = run("plan_accuracy.py", drive, *words, "--json", file, "--table", table)
+    if "refuses direct I/O" in done.stderr:
+        pytest.skip("the file system of the temporary folder has no direct I/O")
+    assert done.status == 0, done.stderr
+    assert not list(drive.iterdir())
+    result = json.loads(file.read_text())
+    assert len(result["rows"]) == 2
+    for row in result["rows"]:
+        assert row["step_seconds"]["measured"] > 0 < row["step_seconds"]["predicted_then"]
+        assert all(both["predicted"] == both["measured"] for both in row["leased_bytes"].values())
+    assert [item["name"] for item in result["checks"] if "leases" in item["name"] and item["ok"]]
+    assert table.read_text().count("| small |") == 2
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_a_missing_folder_is_told(name: str, run: Run, tmp_path: Path) -> None:
     done = run(name, tmp_path / "nowhere")
