@@ -310,7 +310,14 @@ PAGE, ROUNDING = 4096, 512
 @pytest.mark.parametrize("kept", ["device", "nvme"])
 @pytest.mark.usefixtures("small_pages")
 def test_memory_set_aside_is_enough_where_nothing_else_is_left(kept: str, nvme: Path) -> None:
-    config: dict[str, Any] = {"params": "nvme", "nvme_paths": [nvme], "micro_batch_size": 1, "activations": kept}
+    on_host = {"optimizer": "host", "gradients": "host"}
+    config: dict[str, Any] = {
+        "params": "nvme",
+        **on_host,
+        "nvme_paths": [nvme],
+        "micro_batch_size": 1,
+        "activations": kept,
+    }
     needed = (
         {"nvme": NUM_BLOCKS * PAGE, "device": 2 * PAGE} if kept == "nvme" else {"device": NUM_BLOCKS * INPUT_NBYTES}
     )
