@@ -12,6 +12,8 @@ from enum import StrEnum
 from functools import reduce
 from operator import add
 
+from zerooffload.config import UpdateMode
+
 FP32_BYTES = 4
 MOMENTS_BYTES = 8
 """A parameter's, in the optimizer state of AdamW."""
@@ -25,14 +27,6 @@ class Tier(StrEnum):
 
     HOST = "host"
     NVME = "nvme"
-
-
-class Schedule(StrEnum):
-    """When the update may run."""
-
-    AFTER_BACKWARD = "after_backward"
-    UNDER_NEXT_FORWARD = "under_next_forward"
-    DURING_BACKWARD = "during_backward"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,24 +107,24 @@ class StepDemand:
         """All of it."""
         return reduce(add, (*self.forwards, *self.backwards, self.update))
 
-    def sections(self, schedule: Schedule) -> list[Demand]:
+    def sections(self, schedule: UpdateMode) -> list[Demand]:
         """Parts of the step of which one cannot run beside another: within each, everything may overlap.
 
         The update belongs to the step before, or to this one: over many steps that is the same.
         """
         match schedule:
-            case Schedule.AFTER_BACKWARD:
+            case UpdateMode.AFTER_BACKWARD:
                 window, others = [], [*self.forwards, *self.backwards]
-            case Schedule.UNDER_NEXT_FORWARD:
+            case UpdateMode.UNDER_NEXT_FORWARD:
                 window, others = [self.forwards[0]], [*self.forwards[1:], *self.backwards]
-            case Schedule.DURING_BACKWARD:
+            case UpdateMode.DURING_BACKWARD:
                 window = [self.forwards[0], self.backwards[-1]]
                 others = [*self.forwards[1:], *self.backwards[:-1]]
         parts = [reduce(add, [*window, self.update])]
         return [*parts, reduce(add, others)] if others else parts
 
 
-def floor_seconds(step: StepDemand, schedule: Schedule, speeds: Speeds) -> float:
+def floor_seconds(step: StepDemand, schedule: UpdateMode, speeds: Speeds) -> float:
     """The sum over sections of the time of the resource that is busy longest."""
     return sum(max(speeds.seconds(section).values()) for section in step.sections(schedule))
 

@@ -49,7 +49,6 @@ from disk_limit import (
 from floors import (
     FP32_BYTES,
     KERNEL_BYTES,
-    Schedule,
     Speeds,
     StepDemand,
     Tier,
@@ -69,10 +68,10 @@ import zerooffload as zo
 from zerooffload.accelerator import Accelerator, populated_pages
 from zerooffload.accelerator.cpu import CpuAccelerator
 from zerooffload.aio import choose_engine
+from zerooffload.config import UpdateMode
 from zerooffload.entry.offloading import offload_in
 from zerooffload.formats import GIB, MIB, format_bytes
 from zerooffload.optim.kernels import host_kernels
-from zerooffload.planner import cost
 from zerooffload.planner.cost import StepKind, estimate
 from zerooffload.planner.placement import CHUNK_NUMEL
 from zerooffload.planner.profiles import (
@@ -135,13 +134,13 @@ class Point:
         return ", ".join(words)
 
     @property
-    def schedule(self) -> Schedule:
+    def schedule(self) -> UpdateMode:
         """When the update may run."""
         if self.update != "auto":
-            return Schedule(self.update)
+            return UpdateMode(self.update)
         if self.device == "cpu" and self.placement == "all-host":
-            return Schedule.AFTER_BACKWARD
-        return Schedule.UNDER_NEXT_FORWARD if self.clip == "always" else Schedule.DURING_BACKWARD
+            return UpdateMode.AFTER_BACKWARD
+        return UpdateMode.UNDER_NEXT_FORWARD if self.clip == "always" else UpdateMode.DURING_BACKWARD
 
 
 SUITE = (
@@ -450,9 +449,7 @@ class Trainer:
             for unit in plan.placement.units
         )
         names = frozenset(work.name for work in works) if self._in_slices else frozenset()
-        kind = StepKind(
-            schedule=cost.Schedule(point.schedule), accumulation=point.accumulation, computed_again=names, clips=True
-        )
+        kind = StepKind(schedule=point.schedule, accumulation=point.accumulation, computed_again=names, clips=True)
         model = ModelProfile(name="", batch_size=1, sequence_length=1, units=works, peak_nbytes=0, saved_nbytes=0)
         has_drive = Tier.NVME in self._homes.values()
         machine = paper_machine(speeds, shares_host=not self.copies, has_drive=has_drive)
@@ -648,7 +645,7 @@ class Round:
 def round_of(
     seconds: list[float],
     step: StepDemand,
-    schedule: Schedule,
+    schedule: UpdateMode,
     around: tuple[Speeds, Speeds],
     idle_seconds: Mapping[str, float],
 ) -> Round:
@@ -741,7 +738,7 @@ def row_of(point: Point, trainer: Trainer, links: Links, found: Measured) -> dic
         "ratio_to_compute": spread([mean / one.compute_seconds for mean, one in zip(means, rounds, strict=True)]),
         "ratio_to_maximum": spread([mean / one.maximum_seconds for mean, one in zip(means, rounds, strict=True)]),
         "ratio_to_sum": spread([mean / one.sum_seconds for mean, one in zip(means, rounds, strict=True)]),
-        "floor_by_schedule": {name.value: floor_seconds(step, name, speeds) for name in Schedule},
+        "floor_by_schedule": {name.value: floor_seconds(step, name, speeds) for name in UpdateMode},
         "links_seconds": speeds.seconds(step.total),
         "sections_seconds": sections,
         "bound": [max(section, key=section.__getitem__) for section in sections],
@@ -877,7 +874,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("path", type=Path, help="folder on the drive")
     parser.add_argument("--suite", action="store_true", help="all points that have a target")
     parser.add_argument("--placement", choices=PLACEMENTS, default="all-nvme")
-    parser.add_argument("--update", choices=("auto", *(name.value for name in Schedule)), default="auto")
+    parser.add_argument("--update", choices=("auto", *(name.value for name in UpdateMode)), default="auto")
     parser.add_argument("--compute-ratio", type=positive, default=1.0, help="of compute to the slowest link")
     parser.add_argument("--accumulation", type=count, default=1, help="backwards a step")
     parser.add_argument("--micro-batches", type=count, default=1, help="slices of the batch inside each block")

@@ -23,6 +23,14 @@ class TierName(StrEnum):
     NVME = "nvme"
 
 
+class UpdateMode(StrEnum):
+    """When an update runs; see `OffloadConfig.update`."""
+
+    AFTER_BACKWARD = "after_backward"
+    UNDER_NEXT_FORWARD = "under_next_forward"
+    DURING_BACKWARD = "during_backward"
+
+
 ByteCount = Annotated[int, BeforeValidator(parse_bytes)]
 """A number of bytes, also written "24GiB"."""
 

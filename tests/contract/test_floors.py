@@ -92,15 +92,15 @@ def test_memory_is_read_and_written_by_the_kernel_copies_and_checksums(floors: M
 )
 def test_a_floor_is_the_maximum_in_each_section(floors: ModuleType, schedule: str, expected: float) -> None:
     step = floors.step_demand(workload(floors, compute_seconds=27 * 1200.0))
-    assert floors.floor_seconds(step, floors.Schedule(schedule), speeds(floors)) == 1200 * expected
+    assert floors.floor_seconds(step, floors.UpdateMode(schedule), speeds(floors)) == 1200 * expected
 
 
 def test_with_accumulation_the_update_has_the_first_forward_and_the_last_backward(floors: ModuleType) -> None:
     step = floors.step_demand(workload(floors, compute_seconds=90 * 1200.0, accumulation=2))
     # A forward computes 15, a backward 30. Of the others, the first backward and the second forward.
-    during = floors.floor_seconds(step, floors.Schedule.DURING_BACKWARD, speeds(floors))
+    during = floors.floor_seconds(step, floors.UpdateMode.DURING_BACKWARD, speeds(floors))
     assert during == 1200 * (max(15 + 30, 28 + 4 + 11) + max(30 + 15, 7 + 3))
-    under = floors.floor_seconds(step, floors.Schedule.UNDER_NEXT_FORWARD, speeds(floors))
+    under = floors.floor_seconds(step, floors.UpdateMode.UNDER_NEXT_FORWARD, speeds(floors))
     assert under == 1200 * (max(15, 28 + 4) + max(30 + 15 + 30, 7 + 3 + 11))
 
 
@@ -110,7 +110,7 @@ def test_the_more_may_overlap_the_lower_the_floor(floors: ModuleType, compute: f
     step = floors.step_demand(workload(floors, compute_seconds=compute * 1200, accumulation=accumulation))
     at = speeds(floors)
     # In the order of its members each schedule lets the update run beside more.
-    serial, under, during = (floors.floor_seconds(step, schedule, at) for schedule in floors.Schedule)
+    serial, under, during = (floors.floor_seconds(step, schedule, at) for schedule in floors.UpdateMode)
     most = max(at.seconds(step.total).values())
     assert most <= during <= floors.sum_seconds(step, at)
     assert most <= under <= serial <= floors.sum_seconds(step, at)

@@ -13,8 +13,9 @@ from support.small_models import batch
 from support.thoroughness import EXHAUSTIVE, one_in
 
 import zerooffload as zo
+from zerooffload.config import UpdateMode
 from zerooffload.entry.runs import run_of
-from zerooffload.planner.cost import Schedule, StepKind, speeds_of
+from zerooffload.planner.cost import StepKind, speeds_of
 from zerooffload.planner.cost.step import simulate_step
 
 if TYPE_CHECKING:
@@ -109,12 +110,12 @@ LESS = {"host_memory": "2500KiB", "device_memory": "700KiB"}
 MORE = {"host_memory": "16MiB", "device_memory": "16MiB"}
 
 
-@pytest.mark.parametrize("update", [schedule.value for schedule in Schedule])
+@pytest.mark.parametrize("update", [schedule.value for schedule in UpdateMode])
 @pytest.mark.parametrize("homes", PAIRWISE, ids="-".join)
 @pytest.mark.parametrize("place", ["cpu", "simulated"])
 def test_bytes_moved_are_those_on_paper(place: str, homes: Homes, update: str, nvme: Path) -> None:
     """Within 1 % on each link: of small models all chunks find a slot of the staging ring."""
-    number = PAIRWISE.index(homes) + [schedule.value for schedule in Schedule].index(update)
+    number = PAIRWISE.index(homes) + [schedule.value for schedule in UpdateMode].index(update)
     if number % one_in(3):
         pytest.skip("a third of them, in turns: all of them with ZEROOFFLOAD_TEST_EXHAUSTIVE=1")
     accumulation, memory = 1 + number % 2, (MORE, LESS)[number // 2 % 2]
@@ -145,7 +146,7 @@ def _check_bytes(environment: Environment, config: dict[str, Any], accumulation:
         moved = zo.step_report(model).bytes_moved
     finally:
         zo.close(model)
-    kind = StepKind(schedule=Schedule(config["update"]), accumulation=accumulation)
+    kind = StepKind(schedule=UpdateMode(config["update"]), accumulation=accumulation)
     speeds = speeds_of(machine(shares_host=plan.limits.device_shares_host))
     predicted = simulate_step(plan, profile_of(plan.placement.units), speeds, kind).moved.moved()
     assert {name: moved.get(name, 0) for name in predicted} == pytest.approx(predicted, rel=0.01)

@@ -39,9 +39,9 @@ from support.update_loops import (
 from torch import nn
 
 import zerooffload as zo
+from zerooffload.config import UpdateMode
 from zerooffload.entry.runs import run_of
 from zerooffload.runtime.update_job import UpdateJob
-from zerooffload.runtime.update_mode import UpdateMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from zerooffload.config import UpdateMode
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.planner.block_inputs import HOLDER, inputs_nbytes
-from zerooffload.planner.cost import Estimate, Schedule, StepKind, estimate
+from zerooffload.planner.cost import Estimate, StepKind, estimate
 from zerooffload.planner.cost.step import may_go_ahead
 from zerooffload.planner.held import predicted_seconds
 from zerooffload.planner.placement import Claim
@@ -47,7 +48,7 @@ class RunOnPaper:
         """
         return estimate(self.announced, self.model, self.machine, self.kind, baseline_bytes=baseline_bytes)
 
-    def updating(self, schedule: Schedule) -> RunOnPaper:
+    def updating(self, schedule: UpdateMode) -> RunOnPaper:
         """The same with updates at another time."""
         return replace(self, kind=replace(self.kind, schedule=schedule))
 
@@ -84,17 +85,17 @@ def with_inputs_of_blocks(announced: AnnouncedPlan, model: ModelProfile, kind: S
 class OtherSchedule:
     """Another time for updates, and what a step would take then, and takes now: both predicted."""
 
-    schedule: Schedule
+    schedule: UpdateMode
     seconds: float
     now_seconds: float
 
 
-def quicker_schedule(run: RunOnPaper, schedules: Iterable[Schedule], *, noise_part: float) -> OtherSchedule | None:
+def quicker_schedule(run: RunOnPaper, schedules: Iterable[UpdateMode], *, noise_part: float) -> OtherSchedule | None:
     """The time for updates that makes steps shortest, if they get shorter by more than noise; else None.
 
     Parameters
     ----------
-    schedules : Iterable[Schedule]
+    schedules : Iterable[UpdateMode]
         Those that the run may have.
     noise_part : float
         Of a step's time, by what steps differ by chance.
@@ -104,7 +105,7 @@ def quicker_schedule(run: RunOnPaper, schedules: Iterable[Schedule], *, noise_pa
     others = {
         schedule: run.updating(schedule).estimate().seconds
         for schedule in schedules
-        if schedule is not run.kind.schedule and (can_go_ahead or schedule is not Schedule.DURING_BACKWARD)
+        if schedule is not run.kind.schedule and (can_go_ahead or schedule is not UpdateMode.DURING_BACKWARD)
     }
     if not others:
         return None

@@ -9,11 +9,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from zerooffload.config import ActivationChoice, MomentFormat, OffloadConfig, TierName
+from zerooffload.config import ActivationChoice, MomentFormat, OffloadConfig, TierName, UpdateMode
 from zerooffload.errors import BudgetError, ConfigError, InternalError
 from zerooffload.planner.admission import UNBOUNDED_NBYTES, AnnouncedPlan, Limits
 from zerooffload.planner.block_inputs import inputs_nbytes
-from zerooffload.planner.cost import Schedule, StepKind, estimate, speeds_of
+from zerooffload.planner.cost import StepKind, estimate, speeds_of
 from zerooffload.planner.cost.memory import activation_bytes
 from zerooffload.planner.cost.step import floor_seconds, may_go_ahead
 from zerooffload.planner.plan import Homes, Plan
@@ -186,13 +186,13 @@ def _wish(request: Request, problem: PlacementProblem, profile: ModelProfile, ki
     )
 
 
-def _schedule(config: OffloadConfig, plan: AnnouncedPlan) -> Schedule:
+def _schedule(config: OffloadConfig, plan: AnnouncedPlan) -> UpdateMode:
     """As a run chooses it, where clipping does not fire."""
     if config.update != "auto":
-        return Schedule(config.update)
+        return UpdateMode(config.update)
     if not plan.placement.update_uses_other_resources:
-        return Schedule.AFTER_BACKWARD
-    return Schedule.DURING_BACKWARD if may_go_ahead(plan.placement) else Schedule.UNDER_NEXT_FORWARD
+        return UpdateMode.AFTER_BACKWARD
+    return UpdateMode.DURING_BACKWARD if may_go_ahead(plan.placement) else UpdateMode.UNDER_NEXT_FORWARD
 
 
 def limits_on(machine: MachineProfile, config: OffloadConfig, activations_nbytes: int) -> Limits:
@@ -295,7 +295,7 @@ def _kind(request: Request, config: OffloadConfig, problem: PlacementProblem) ->
         raise ConfigError(f"a batch of {request.batch_size} is no multiple of micro_batch_size, {size}")
     hides = config.nvme_paths or not problem.reach.device_shares_host
     return StepKind(
-        schedule=Schedule.UNDER_NEXT_FORWARD if hides else Schedule.AFTER_BACKWARD,
+        schedule=UpdateMode.UNDER_NEXT_FORWARD if hides else UpdateMode.AFTER_BACKWARD,
         accumulation=config.accumulation_steps or 1,
         computed_again=request.computed_again | frozenset(problem.block_inputs.homes),
         num_slices=request.batch_size // size,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zerooffload.config import TierName
+from zerooffload.config import TierName, UpdateMode
 from zerooffload.planner.admission import AnnouncedPlan, Limits
-from zerooffload.planner.cost import Schedule, StepKind, speeds_of
+from zerooffload.planner.cost import StepKind, speeds_of
 from zerooffload.planner.cost.step import floor_seconds, may_go_ahead
 from zerooffload.planner.placement import is_auto
 from zerooffload.planner.problem import PlacementProblem, choices_of
@@ -42,13 +42,13 @@ def homes_within(
     """
     speeds = speeds_of(machine)
     idle = _idle(problem)
-    kind = StepKind(schedule=Schedule.UNDER_NEXT_FORWARD, accumulation=problem.config.accumulation_steps or 1)
+    kind = StepKind(schedule=UpdateMode.UNDER_NEXT_FORWARD, accumulation=problem.config.accumulation_steps or 1)
     order = [layout.name for layout in problem.layouts]
     wish = Wish(problem=problem, limits=limits, speeds=speeds, kind=kind, order=order, tiers=tiers)
 
     def seconds(plan: AnnouncedPlan) -> float:
         ahead = may_go_ahead(plan.placement)
-        schedule = Schedule.DURING_BACKWARD if ahead else Schedule.UNDER_NEXT_FORWARD
+        schedule = UpdateMode.DURING_BACKWARD if ahead else UpdateMode.UNDER_NEXT_FORWARD
         return floor_seconds(plan, idle, speeds, StepKind(schedule=schedule, accumulation=kind.accumulation))
 
     plans = best_first(candidates(wish), seconds)

@@ -16,7 +16,7 @@ from zerooffload.accelerator import Accelerator, SharedPages
 from zerooffload.aio import Engine, choose_engine, path_speeds
 from zerooffload.checkpoint.model_weights import ModelWeights
 from zerooffload.checkpoint.stored_tensor import StoredTensor, read_whole
-from zerooffload.config import OffloadConfig, TierName
+from zerooffload.config import OffloadConfig, TierName, UpdateMode
 from zerooffload.errors import ConfigError
 from zerooffload.optim.kernels import Kernels, TorchKernels, host_kernels
 from zerooffload.planner.admission import AnnouncedPlan, Limits
@@ -40,7 +40,7 @@ from zerooffload.runtime.resources import Drive, Parts, Resources, limits_of, wa
 from zerooffload.runtime.run import Run
 from zerooffload.runtime.shared_homes import meet_in_memory
 from zerooffload.runtime.storage import open_storage
-from zerooffload.runtime.update_mode import ModeChooser, UpdateMode
+from zerooffload.runtime.update_mode import ModeChooser
 from zerooffload.runtime.updating import UpdatePolicy
 from zerooffload.sharding.collectives import Collectives, SingleRank, agree
 from zerooffload.sharding.flat import Flat

@@ -6,19 +6,10 @@ Each mode gives the same bits; what differs is what the update is hidden behind.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Literal
 
+from zerooffload.config import UpdateMode
 from zerooffload.errors import InternalError
-
-
-class UpdateMode(StrEnum):
-    """See `OffloadConfig.update`."""
-
-    AFTER_BACKWARD = "after_backward"
-    UNDER_NEXT_FORWARD = "under_next_forward"
-    DURING_BACKWARD = "during_backward"
-
 
 _MOST_CLIP_RATE = 0.3
 """A step that clips redoes what was begun ahead of it: its reads and writes were for nothing."""

@@ -10,19 +10,18 @@ from typing import Any
 from torch import nn
 
 from zerooffload.calibration.remembered import remembered_machine
-from zerooffload.config import TierName
+from zerooffload.config import TierName, UpdateMode
 from zerooffload.entry.runs import run_of
 from zerooffload.errors import BudgetError, ConfigError
 from zerooffload.formats import format_seconds
 from zerooffload.planner.adapting import OtherSchedule, RunOnPaper, quicker_schedule, with_inputs_of_blocks
-from zerooffload.planner.cost import Schedule, StepKind
+from zerooffload.planner.cost import StepKind
 from zerooffload.planner.drift import DriftWatch, Shift
 from zerooffload.planner.find import homes_of, settings_of
 from zerooffload.planner.held import MeasuredStep, compared, in_words, measured_seconds
 from zerooffload.planner.plan import Homes, Plan
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
 from zerooffload.runtime.run import Run
-from zerooffload.runtime.update_mode import UpdateMode
 from zerooffload.train.keeper import HeldRun, Keeper
 from zerooffload.train.loop import StepRecord, TrainingResult
 from zerooffload.train.planning import Planner, machine_of_run
@@ -38,7 +37,7 @@ _STATES = ("params", "optimizer", "gradients")
 class _Trial:
     """A mode that was switched to, until its steps tell whether that helped."""
 
-    before: Schedule
+    before: UpdateMode
     before_seconds: float
 
 
@@ -95,7 +94,7 @@ class PlanKeeper(Keeper):
         if run.plan.planned_bytes(TierName.NVME) and not self._machine.drives:
             raise ConfigError(f"the profile of {self._machine.name} has no drive: zerooffload calibrate --path adds it")
         kind = StepKind(
-            schedule=Schedule(run.update_mode.mode.value),
+            schedule=run.update_mode.mode,
             accumulation=recipe.training.accumulation_steps,
             computed_again=self._planner.computed_again(recipe) | frozenset(run.plan.placement.block_inputs.homes),
             num_slices=recipe.training.batch_size // self._profile.batch_size,
@@ -174,10 +173,10 @@ class _FollowedRun:
         """Say it, and change what a prediction with the rates of now says is better."""
         yield self._told(shift)
         self._trial = None
-        schedule = Schedule(self._mode.mode.value)
+        schedule = self._mode.mode
         self._on_paper = self._on_paper.updating(schedule).as_measured(shift.now)
         noise_part = shift.noise[_STEP] / shift.before[_STEP]
-        may = [time for time in Schedule if time is not Schedule.DURING_BACKWARD or not self._mode.clips_often]
+        may = [time for time in UpdateMode if time is not UpdateMode.DURING_BACKWARD or not self._mode.clips_often]
         other = quicker_schedule(self._on_paper, may, noise_part=noise_part)
         if other is not None:
             yield self._switched(other, shift.now[_STEP])
@@ -188,8 +187,8 @@ class _FollowedRun:
         text = f"steps take {format_seconds(now[_STEP])}, {format_seconds(before[_STEP])} before"
         if _STEP not in shift.names:
             text = f"steps still take {format_seconds(now[_STEP])}"
-        if self._on_paper.kind.schedule.value != self._mode.mode.value:
-            return f"{text}; updates run {_words(self._mode.mode.value)} now, as steps clip more often or less"
+        if self._on_paper.kind.schedule is not self._mode.mode:
+            return f"{text}; updates run {_words(self._mode.mode)} now, as steps clip more often or less"
         resources = [name for name in _resources(now) if before[name] and shift.differs(name)]
         if _DRIVE_BYTE in shift.names and before[_DRIVE_BYTE]:
             return f"{text}; for the same bytes {in_words('drive', now[_DRIVE_BYTE] / before[_DRIVE_BYTE])}"
@@ -219,8 +218,8 @@ class _FollowedRun:
         self._update_at(trial.before)
         yield f"that has not helped: {told}; updates run {_words(trial.before)} again"
 
-    def _update_at(self, schedule: Schedule) -> None:
-        self._mode.aim_at(UpdateMode(schedule.value))
+    def _update_at(self, schedule: UpdateMode) -> None:
+        self._mode.aim_at(schedule)
         self._on_paper = self._on_paper.updating(schedule)
         self._watch, self._num_cold = _new_watch(), NUM_COLD_STEPS
 

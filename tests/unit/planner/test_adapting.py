@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 from support.paper_runs import done_step, run_on_paper, with_slower_drives
 
+from zerooffload.config import UpdateMode
 from zerooffload.planner.adapting import quicker_schedule
-from zerooffload.planner.cost import Schedule
 from zerooffload.planner.held import MeasuredStep, measured_seconds, predicted_seconds
 
 ALL = ("params", "optimizer", "gradients")
@@ -44,11 +44,11 @@ def test_a_resource_with_nothing_to_do_stays_as_it_is() -> None:
 def test_where_the_drive_is_the_bound_updates_that_come_back_the_same_way_read_less() -> None:
     """The ring's slots keep what was updated last, for an update that begins with it; see tiers/staging.py."""
     run = run_on_paper("512MiB", *ALL)
-    assert quicker_schedule(run, Schedule, noise_part=0.1) is None
+    assert quicker_schedule(run, UpdateMode, noise_part=0.1) is None
     slow = with_slower_drives(run, 10)
-    other = quicker_schedule(slow, Schedule, noise_part=0.1)
+    other = quicker_schedule(slow, UpdateMode, noise_part=0.1)
     assert other is not None
-    assert other.schedule is Schedule.AFTER_BACKWARD
-    assert other.seconds == slow.updating(Schedule.AFTER_BACKWARD).estimate().seconds < 0.9 * other.now_seconds
-    assert quicker_schedule(slow, Schedule, noise_part=0.2) is None
+    assert other.schedule is UpdateMode.AFTER_BACKWARD
+    assert other.seconds == slow.updating(UpdateMode.AFTER_BACKWARD).estimate().seconds < 0.9 * other.now_seconds
+    assert quicker_schedule(slow, UpdateMode, noise_part=0.2) is None
     assert quicker_schedule(slow, [slow.kind.schedule], noise_part=0.1) is None

@@ -12,7 +12,7 @@ from support.paper import chain, machine, problem_of, profile_of
 
 import zerooffload as zo
 from zerooffload.config import TierName
-from zerooffload.planner.cost import Schedule
+from zerooffload.planner.cost import UpdateMode
 from zerooffload.planner.find import Request, find_plan
 from zerooffload.planner.plan import Plan
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
@@ -160,9 +160,9 @@ def test_smaller_moments_are_chosen_only_if_they_are_allowed_and_quicker() -> No
 
 def test_updates_go_ahead_where_steps_are_committed() -> None:
     plan = planned(of_memory(STATES // 8, STATES), params="nvme", optimizer="nvme", nvme_paths=["/paper"])
-    assert plan.kind.schedule is Schedule.DURING_BACKWARD
+    assert plan.kind.schedule is UpdateMode.DURING_BACKWARD
     assert plan.settings["update"] == "during_backward"
-    assert planned(of_memory(STATES // 8, STATES), update="after_backward").kind.schedule is Schedule.AFTER_BACKWARD
+    assert planned(of_memory(STATES // 8, STATES), update="after_backward").kind.schedule is UpdateMode.AFTER_BACKWARD
 
 
 def test_more_memory_never_makes_a_plan_slower() -> None:

@@ -13,10 +13,10 @@ from support.paper import chain, limits, machine, problem_of, profile_of
 from support.thoroughness import EXHAUSTIVE
 
 import zerooffload as zo
-from zerooffload.config import TierName
+from zerooffload.config import TierName, UpdateMode
 from zerooffload.planner import placement
 from zerooffload.planner.admission import AnnouncedPlan, Limits
-from zerooffload.planner.cost import Schedule, StepKind, speeds_of
+from zerooffload.planner.cost import StepKind, speeds_of
 from zerooffload.planner.cost.step import floor_seconds, may_go_ahead
 from zerooffload.planner.homes import homes_within
 from zerooffload.planner.placement import TierChoices, UnitHomes
@@ -72,7 +72,7 @@ def _seconds(problem: PlacementProblem, *, shares_host: bool) -> Callable[[Annou
 
     def seconds(plan: AnnouncedPlan) -> float:
         ahead = may_go_ahead(plan.placement)
-        schedule = Schedule.DURING_BACKWARD if ahead else Schedule.UNDER_NEXT_FORWARD
+        schedule = UpdateMode.DURING_BACKWARD if ahead else UpdateMode.UNDER_NEXT_FORWARD
         return floor_seconds(plan, idle, speeds, StepKind(schedule=schedule))
 
     return seconds

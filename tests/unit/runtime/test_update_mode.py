@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from zerooffload.config import UpdateMode
 from zerooffload.errors import InternalError
-from zerooffload.runtime.update_mode import ModeChooser, UpdateMode
+from zerooffload.runtime.update_mode import ModeChooser
 
 
 @pytest.mark.parametrize("uses_other_resources", [False, True])

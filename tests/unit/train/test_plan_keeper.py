@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.paper_runs import PLANNER, done_step, paper_recipe, run_on_paper, with_slower_drives
 
+from zerooffload.config import UpdateMode
 from zerooffload.entry.runs import run_of
-from zerooffload.planner.cost import Schedule
 from zerooffload.planner.drift import REFERENCE_STEPS, WINDOW_STEPS
-from zerooffload.runtime.update_mode import ModeChooser, UpdateMode
+from zerooffload.runtime.update_mode import ModeChooser
 from zerooffload.telemetry import StepReport
 from zerooffload.train import plan_keeper, train
 from zerooffload.train.keeper import HeldRun, Keeper
@@ -60,13 +60,13 @@ class Rig:
         homes = dict.fromkeys(ALL, "nvme")
         result = TrainingResult(recipe=paper_recipe(**homes, host_memory=self.host_memory), computes_on_host=False)
         self.chooser = ModeChooser(self.wanted, uses_other_resources=True)
-        self.paper = self.paper.updating(Schedule(self.chooser.mode.value))
+        self.paper = self.paper.updating(self.chooser.mode)
         self.held = HeldRun(estimate=self.paper.estimate())
         run: Any = SimpleNamespace(update_mode=self.chooser, collectives=SimpleNamespace(world_size=self.num_ranks))
         self.followed = plan_keeper._FollowedRun(self.paper, self.held, result, run, PLANNER)
         self._noise = cycle(NOISE)
         self._number = 0
-        self._reports: dict[tuple[float, Schedule, float], StepReport] = {}
+        self._reports: dict[tuple[float, UpdateMode, float], StepReport] = {}
 
     def steps(self, number: int, *, slower: float = 1.0, was_saving: bool = False) -> list[str]:
         """So many more steps, on drives that are so much slower than their profile; what was said of them."""
@@ -78,7 +78,7 @@ class Rig:
 
     def reports(self, number: int, *, slower: float = 1.0) -> list[StepReport]:
         """Of so many steps as the run would do them now."""
-        mode = Schedule(self.chooser.mode.value) if self.mode_matters else self.paper.kind.schedule
+        mode = self.chooser.mode if self.mode_matters else self.paper.kind.schedule
         return [self._report(slower, mode, next(self._noise)) for _ in range(number)]
 
     def feed(self, reports: Iterable[StepReport], *, was_saving: bool = False) -> list[str]:
@@ -99,7 +99,7 @@ class Rig:
             self.said += self.followed.finished(record)
         return self.said[before:]
 
-    def _report(self, slower: float, mode: Schedule, times: float) -> StepReport:
+    def _report(self, slower: float, mode: UpdateMode, times: float) -> StepReport:
         key = (slower, mode, times)
         if key not in self._reports:
             truth = with_slower_drives(self.paper, slower) if slower != 1.0 else self.paper
@@ -146,7 +146,7 @@ def test_a_drive_that_recovers_is_told_and_updates_are_hidden_again() -> None:
     rig = Rig(host_memory="1GiB")
     rig.steps(60)
     rig.chooser.aim_at(UpdateMode.AFTER_BACKWARD)
-    rig.followed._on_paper = rig.paper.updating(Schedule.AFTER_BACKWARD)
+    rig.followed._on_paper = rig.paper.updating(UpdateMode.AFTER_BACKWARD)
     rig.steps(UNTIL_FOUND + 60, slower=10.0)
     texts = rig.steps(UNTIL_FOUND, slower=1.0)
     assert "the drive takes 0.1" in texts[0]

@@ -1,18 +1,19 @@
 """What a step of a plan takes on a machine: bytes, seconds, memory. Pure; docs/planning.md has the formulas."""
 
+from zerooffload.config import UpdateMode
 from zerooffload.planner.cost.estimate import Estimate, estimate
 from zerooffload.planner.cost.memory import MemoryAccount
 from zerooffload.planner.cost.speeds import Speeds, speeds_of
-from zerooffload.planner.cost.step import Lane, Schedule, Span, StepKind
+from zerooffload.planner.cost.step import Lane, Span, StepKind
 
 __all__ = [
     "Estimate",
     "Lane",
     "MemoryAccount",
-    "Schedule",
     "Span",
     "Speeds",
     "StepKind",
+    "UpdateMode",
     "estimate",
     "speeds_of",
 ]

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
 
-from zerooffload.config import TierName
+from zerooffload.config import TierName, UpdateMode
 from zerooffload.formats import round_up
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.planner.cost.demand import Demand, UnitDemand, unit_demands
@@ -48,14 +48,6 @@ class Lane(StrEnum):
     LANDING = "landing"
 
 
-class Schedule(StrEnum):
-    """When updates run; see `OffloadConfig.update`."""
-
-    AFTER_BACKWARD = "after_backward"
-    UNDER_NEXT_FORWARD = "under_next_forward"
-    DURING_BACKWARD = "during_backward"
-
-
 _DRIVE, _MEMORY, _CORES, _COPIES = "drive", "host memory", "cores", "copies"
 
 
@@ -65,7 +57,7 @@ class StepKind:
 
     Attributes
     ----------
-    schedule : Schedule
+    schedule : UpdateMode
     accumulation : int
         Backwards of a step.
     computed_again : frozenset[str]
@@ -76,7 +68,7 @@ class StepKind:
         Whether the gradients' norm is wanted.
     """
 
-    schedule: Schedule
+    schedule: UpdateMode
     accumulation: int = 1
     computed_again: frozenset[str] = frozenset()
     num_slices: int = 1
@@ -212,13 +204,13 @@ class _Steps:
         # Where a unit's gradient is whole.
         self._last_use = {name: visit for visit in self._backward for name in self._needs[visit]}
         self._order = list(dict.fromkeys([name for visit in self._forward for name in self._needs[visit]]))
-        self._goes_round = kind.schedule is not Schedule.AFTER_BACKWARD
+        self._goes_round = kind.schedule is not UpdateMode.AFTER_BACKWARD
         self._num_cached, self._num_staged = plan.num_cached_slots, plan.placement.num_staged_chunks
         # Of each unit's updated chunks, the part that is still in host memory, and that the next update finds there.
         self._held_part: dict[str, float] = {}
         self._kept_part: dict[str, float] = {}
         self._arrivals = self._all_arrivals(plan.window_nbytes)
-        self._goes_ahead = kind.schedule is Schedule.DURING_BACKWARD and may_go_ahead(plan.placement)
+        self._goes_ahead = kind.schedule is UpdateMode.DURING_BACKWARD and may_go_ahead(plan.placement)
         # Tasks that are waited for: for a unit's new parameters, and for all that the last update did.
         self._renewed: dict[str, list[int]] = {name: [] for name in self._demands}
         self._at_home: dict[str, list[int]] = {name: [] for name in self._demands}
@@ -260,7 +252,7 @@ class _Steps:
         """Of the last step, tasks that may overlap: those of two parts cannot. What may overlap with all is in none."""
         *passes, update = [self.tasks[first:last] for first, last in pairwise([*self._begins, len(self.tasks)])]
         beside: list[list[Task]] = []
-        if self._kind.schedule is not Schedule.AFTER_BACKWARD:
+        if self._kind.schedule is not UpdateMode.AFTER_BACKWARD:
             # A backward waits for what is computed: the ring holds what is still to be written.
             late = [task for task in update if task.lane == Lane.WRITE and task.seconds][-NUM_STAGING_SLOTS:]
             update = [task for task in update if task not in late]
@@ -405,7 +397,7 @@ class _Steps:
         home = [task for tasks in self._at_home.values() for task in tasks]
         normed = sum(unit.gradient_at_home for unit in self._demands.values()) if self._kind.clips else 0.0
         decided = self._compute(normed / self._speeds.host_memory, [*landed, *home], "step")
-        is_hidden = self._kind.schedule is not Schedule.AFTER_BACKWARD
+        is_hidden = self._kind.schedule is not UpdateMode.AFTER_BACKWARD
         self._stepped, written = [], []
         order = self._update_order()
         for rank, name in enumerate(order):

@@ -9,9 +9,9 @@ from math import prod
 
 import numpy as np
 
-from zerooffload.config import TierName
+from zerooffload.config import TierName, UpdateMode
 from zerooffload.planner.admission import AnnouncedPlan, Limits, Misfit
-from zerooffload.planner.cost import Schedule, Speeds, StepKind
+from zerooffload.planner.cost import Speeds, StepKind
 from zerooffload.planner.placement import TierChoices, UnitHomes, home_tier, is_auto
 from zerooffload.planner.plan import Homes
 from zerooffload.planner.problem import PlacementProblem, choices_of
@@ -164,7 +164,7 @@ def _searched(wish: Wish, *, doubled: bool) -> TierChoices | None:
 
 def _setting(wish: Wish, *, doubled: bool) -> Setting:
     shares_host = wish.problem.reach.device_shares_host
-    schedule = Schedule.DURING_BACKWARD if doubled else wish.kind.schedule
+    schedule = UpdateMode.DURING_BACKWARD if doubled else wish.kind.schedule
     return Setting(
         limits=np.array([float(wish.limits.of(tier)) for tier in TIERS]),
         window_tier=TIERS.index(TierName.HOST if shares_host else TierName.DEVICE),

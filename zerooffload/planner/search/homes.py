@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from zerooffload.planner.cost import Schedule, Speeds, StepKind
+from zerooffload.config import UpdateMode
+from zerooffload.planner.cost import Speeds, StepKind
 from zerooffload.planner.search.kinds import RESOURCES, Kind, Vector
 
 Counts = list[NDArray[np.int64]]
@@ -192,11 +193,11 @@ class HomeSearch:
         one_backward = away * again + backward / step.accumulation + back
         others = (step.accumulation - 1) * (away * again + forward + one_backward)
         match step.schedule:
-            case Schedule.AFTER_BACKWARD:
+            case UpdateMode.AFTER_BACKWARD:
                 parts = [first_forward + one_backward + others, update]
-            case Schedule.UNDER_NEXT_FORWARD:
+            case UpdateMode.UNDER_NEXT_FORWARD:
                 parts = [first_forward + update, one_backward + others]
-            case Schedule.DURING_BACKWARD:
+            case UpdateMode.DURING_BACKWARD:
                 parts = [first_forward + one_backward + update, others]
         return np.asarray(np.sum([self._busiest(part) for part in parts], axis=0))
 
