@@ -13,9 +13,13 @@ from zerooffload.planner.placement import NUM_STAGING_SLOTS, Claim, Placement, T
 from zerooffload.tiers.staging import CACHE_HOLDER, ring_nbytes
 
 UNBOUNDED_NBYTES = 1 << 62
-"""The limit of drives whose space nobody told."""
+"""The limit of drives whose space nobody told, and of what is asked for as if there was no limit."""
 _WINDOW = "parameters in use"
 _COLLECTION = "gradient collection"
+
+
+DEFAULT_PART = 0.75
+"""Of what a tier has available, where the user names no bound: the rest is for activations and for others."""
 
 
 @dataclass(frozen=True)

@@ -11,20 +11,18 @@ from typing import Any
 
 from zerooffload.config import ActivationChoice, MomentFormat, OffloadConfig, TierName, UpdateMode
 from zerooffload.errors import BudgetError, ConfigError, InternalError
-from zerooffload.planner.admission import UNBOUNDED_NBYTES, AnnouncedPlan, Limits
+from zerooffload.planner.admission import DEFAULT_PART, UNBOUNDED_NBYTES, AnnouncedPlan, Limits
 from zerooffload.planner.block_inputs import inputs_nbytes
 from zerooffload.planner.cost import StepKind, estimate, speeds_of
 from zerooffload.planner.cost.memory import activation_bytes
 from zerooffload.planner.cost.step import floor_seconds, may_go_ahead
-from zerooffload.planner.plan import Homes, Plan
+from zerooffload.planner.plan import STATES, Homes, Plan
 from zerooffload.planner.problem import PlacementProblem
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
 from zerooffload.planner.search.candidates import Wish, best_first, candidates, compute_seconds
 from zerooffload.planner.search.reasons import reasons_of
 from zerooffload.planner.search.shortfall import shortfall
 
-DEFAULT_PART = 0.75
-"""Of memory, for a run without a bound."""
 _ACTIVATIONS_MARGIN = 1.1
 """Of predicted activations, what is left free for them."""
 _MOST_RUN_ON_PAPER = 3
@@ -243,10 +241,7 @@ def homes_of(plan: AnnouncedPlan) -> dict[str, Homes]:
 
 def settings_of(homes: Mapping[str, Homes]) -> dict[str, Any]:
     """The fields of `OffloadConfig` that give a run these homes."""
-    tiers = {
-        state: {name: getattr(of_unit, state) for name, of_unit in homes.items()}
-        for state in ("params", "optimizer", "gradients")
-    }
+    tiers = {state: {name: getattr(of_unit, state) for name, of_unit in homes.items()} for state in STATES}
     return {state: _shortest(of_units) for state, of_units in tiers.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from zerooffload.config import TierName
 from zerooffload.formats import format_bytes, format_seconds
@@ -13,8 +13,11 @@ from zerooffload.planner.cost import Estimate, MemoryAccount, StepKind, speeds_o
 from zerooffload.planner.cost.memory import largest
 from zerooffload.planner.cost.speeds import even_rate
 from zerooffload.planner.cost.step import floor_seconds
-from zerooffload.planner.placement import FlatPlacement
+from zerooffload.planner.placement import FlatPlacement, TierChoices, UnitHomes
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
+
+State = Literal["params", "optimizer", "gradients"]
+STATES: tuple[State, ...] = get_args(State)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,11 @@ class Homes:
     params: TierName
     optimizer: TierName
     gradients: TierName
+
+
+def choices_from(homes: Mapping[str, Homes]) -> TierChoices:
+    """The homes of units as choices."""
+    return TierChoices(*(UnitHomes({name: getattr(of, state) for name, of in homes.items()}) for state in STATES))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,11 @@ class PlacementProblem:
     block_inputs: BlockInputs
     checkpoint_nbytes: Callable[[Placement], int]
 
+    @property
+    def wants_second_places(self) -> bool:
+        """Whether updates may begin before `optimizer.step()`, where there is room for what they change."""
+        return self.config.atomic_steps and self.config.update in ("auto", "during_backward")
+
     def placed(self, choices: TierChoices) -> Placement:
         """Every state of every unit in the home that these choices give it.
 
@@ -84,7 +89,7 @@ class PlacementProblem:
         return self._fitted(placement, limits) or fit(placement, limits)
 
     def _fitted(self, placement: Placement, limits: Limits) -> AnnouncedPlan | None:
-        if self.config.atomic_steps and self.config.update in ("auto", "during_backward"):
+        if self.wants_second_places:
             plan = fit(with_second_places(placement), limits)
             return plan if isinstance(plan, AnnouncedPlan) else None
         return None

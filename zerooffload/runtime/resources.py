@@ -18,7 +18,7 @@ from zerooffload.journal import forget_run, record_capacity
 from zerooffload.journal.history import NUM_RECORDS
 from zerooffload.machine import available_host_bytes, host_memory_bytes, ranks_of_this_machine
 from zerooffload.memory import Budget, Lease
-from zerooffload.planner.admission import AnnouncedPlan, Limits
+from zerooffload.planner.admission import DEFAULT_PART, AnnouncedPlan, Limits
 from zerooffload.planner.block_inputs import HOLDER, NUM_SLOTS, STAGING_HOLDER
 from zerooffload.planner.placement import JOURNAL_HOLDER, NUM_PARAMETER_SLOTS, NUM_STAGING_SLOTS, StatePlacement
 from zerooffload.runtime.commits import Commits
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from zerooffload.runtime.saving import Saver
 
 _log = logging.getLogger("zerooffload")
-
-_DEFAULT_PART = 0.75
-"""Of what a tier has available, where the user names no bound: the rest is for activations and for others."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,7 @@ def limits_of(config: OffloadConfig, accelerator: Accelerator) -> Limits:
     host = _host_limit(config, sharing)
     device = config.device_memory
     if device is None:
-        device = host if accelerator.shares_host_memory else int(_DEFAULT_PART * accelerator.available_bytes())
+        device = host if accelerator.shares_host_memory else int(DEFAULT_PART * accelerator.available_bytes())
     nvme = config.nvme_space
     if nvme is None:
         nvme = _free_space(config) // sharing
@@ -74,7 +71,7 @@ def limits_of(config: OffloadConfig, accelerator: Accelerator) -> Limits:
 
 def _host_limit(config: OffloadConfig, sharing: int) -> int:
     if config.host_memory is None:
-        return int(_DEFAULT_PART * available_host_bytes()) // sharing
+        return int(DEFAULT_PART * available_host_bytes()) // sharing
     machine = host_memory_bytes()
     if config.host_memory > machine:
         _log.warning(

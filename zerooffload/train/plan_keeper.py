@@ -19,7 +19,7 @@ from zerooffload.planner.cost import StepKind
 from zerooffload.planner.drift import DriftWatch, Shift
 from zerooffload.planner.find import homes_of, settings_of
 from zerooffload.planner.held import MeasuredStep, compared, in_words, measured_seconds
-from zerooffload.planner.plan import Homes, Plan
+from zerooffload.planner.plan import STATES, Homes, Plan
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
 from zerooffload.runtime.run import Run
 from zerooffload.train.keeper import HeldRun, Keeper
@@ -30,7 +30,6 @@ from zerooffload.train.recipe import Recipe
 NUM_COLD_STEPS = 2
 """The first takes memory and fills caches; the second does the first one's hidden updates."""
 _STEP, _DRIVE_BYTE = "step", "drive, a byte"
-_STATES = ("params", "optimizer", "gradients")
 
 
 @dataclass(frozen=True)
@@ -225,7 +224,7 @@ class _FollowedRun:
 
     def _better_homes(self, noise_part: float) -> Iterator[str]:
         recipe, limits = self._result.recipe, self._on_paper.announced.limits
-        freed: dict[str, Any] = dict.fromkeys([*_STATES, "update"], "auto")
+        freed: dict[str, Any] = dict.fromkeys([*STATES, "update"], "auto")
         freed |= {"host_memory": limits.host_bytes, "nvme_space": limits.nvme_bytes}
         if not limits.device_shares_host:
             freed["device_memory"] = limits.device_bytes
@@ -266,7 +265,7 @@ def _figures(step: MeasuredStep) -> dict[str, float]:
 def _moved(on_paper: RunOnPaper, plan: Plan) -> str:
     """The homes that are others in a plan, in words."""
     before, texts = homes_of(on_paper.announced), []
-    for state in _STATES:
+    for state in STATES:
         tiers = {name: getattr(homes, state) for name, homes in plan.homes.items()}
         others = Counter(tier for name, tier in tiers.items() if tier is not getattr(before[name], state))
         texts += [f"{state} of {number} of {len(tiers)} units on {tier}" for tier, number in others.items()]

@@ -11,8 +11,7 @@ import pytest
 from support.paper import chain, machine, problem_of, profile_of
 
 import zerooffload as zo
-from zerooffload.config import TierName
-from zerooffload.planner.cost import UpdateMode
+from zerooffload.config import TierName, UpdateMode
 from zerooffload.planner.find import Request, find_plan
 from zerooffload.planner.plan import Plan
 from zerooffload.planner.profiles import MachineProfile, ModelProfile

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from support.paper_runs import run_on_paper, with_slower_drives
 
-from zerooffload.planner.cost import UpdateMode
+from zerooffload.config import UpdateMode
 
 
 @pytest.mark.parametrize("on_nvme", [("params", "optimizer", "gradients"), ("optimizer",)], ids=["all", "optimizer"])

@@ -1,6 +1,5 @@
 """What a step of a plan takes on a machine: bytes, seconds, memory. Pure; docs/planning.md has the formulas."""
 
-from zerooffload.config import UpdateMode
 from zerooffload.planner.cost.estimate import Estimate, estimate
 from zerooffload.planner.cost.memory import MemoryAccount
 from zerooffload.planner.cost.speeds import Speeds, speeds_of
@@ -13,7 +12,6 @@ __all__ = [
     "Span",
     "Speeds",
     "StepKind",
-    "UpdateMode",
     "estimate",
     "speeds_of",
 ]

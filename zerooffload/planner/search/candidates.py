@@ -13,7 +13,7 @@ from zerooffload.config import TierName, UpdateMode
 from zerooffload.planner.admission import AnnouncedPlan, Limits, Misfit
 from zerooffload.planner.cost import Speeds, StepKind
 from zerooffload.planner.placement import TierChoices, UnitHomes, home_tier, is_auto
-from zerooffload.planner.plan import Homes
+from zerooffload.planner.plan import Homes, choices_from
 from zerooffload.planner.problem import PlacementProblem, choices_of
 from zerooffload.planner.profiles import ModelProfile
 from zerooffload.planner.search.homes import WORTH, Counts, HomeSearch, Setting
@@ -139,12 +139,7 @@ def _with_all_in(wish: Wish, homes: Homes) -> TierChoices:
 
 
 def _may_have_second_places(wish: Wish) -> bool:
-    config = wish.problem.config
-    return (
-        not wish.problem.reach.device_shares_host
-        and config.atomic_steps
-        and config.update in ("auto", "during_backward")
-    )
+    return wish.problem.wants_second_places and not wish.problem.reach.device_shares_host
 
 
 def _searched(wish: Wish, *, doubled: bool) -> TierChoices | None:
@@ -194,9 +189,4 @@ def _spread(wish: Wish, kinds: Sequence[Kind], counts: Counts) -> TierChoices:
             homes[name] = kind.costs[chosen].homes
     plain = Homes(params=TierName.HOST, optimizer=TierName.HOST, gradients=TierName.HOST)
     names = [layout.name for layout in wish.problem.layouts]
-    found = {name: homes.get(name, plain) for name in names}
-    return TierChoices(
-        UnitHomes({name: of.params for name, of in found.items()}),
-        UnitHomes({name: of.optimizer for name, of in found.items()}),
-        UnitHomes({name: of.gradients for name, of in found.items()}),
-    )
+    return choices_from({name: homes.get(name, plain) for name in names})

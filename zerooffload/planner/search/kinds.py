@@ -20,14 +20,12 @@ from zerooffload.planner.cost import Speeds, StepKind
 from zerooffload.planner.cost.demand import Demand, UnitDemand, unit_demands
 from zerooffload.planner.placement import (
     Placement,
-    TierChoices,
-    UnitHomes,
     UnitLayout,
     home_tier,
     is_auto,
     with_second_places,
 )
-from zerooffload.planner.plan import Homes
+from zerooffload.planner.plan import Homes, choices_from
 from zerooffload.planner.problem import PlacementProblem, choices_of
 
 Vector = NDArray[np.float64]
@@ -134,11 +132,7 @@ def _cost(
         # Whether steps are committed depends on the others.
         config=problem.config.model_copy(update={"atomic_steps": problem.config.durable}),
     )
-    placement = alone.placed(
-        TierChoices(
-            *(UnitHomes({layout.name: tier}) for tier in (homes.params, homes.optimizer, homes.gradients)),
-        )
-    )
+    placement = alone.placed(choices_from({layout.name: homes}))
     if doubled:
         placement = with_second_places(placement)
     unit = unit_demands(placement)[layout.name]

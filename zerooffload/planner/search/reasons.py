@@ -5,18 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from zerooffload.config import TierName
 from zerooffload.formats import format_bytes, format_seconds
-from zerooffload.planner.admission import BUDGET_FIELDS, AnnouncedPlan, Limits
-from zerooffload.planner.placement import TierChoices, UnitHomes
-from zerooffload.planner.plan import Homes
+from zerooffload.planner.admission import BUDGET_FIELDS, UNBOUNDED_NBYTES, AnnouncedPlan, Limits
+from zerooffload.planner.plan import STATES, Homes, State, choices_from
 from zerooffload.planner.problem import PlacementProblem
 
-State = Literal["params", "optimizer", "gradients"]
-_STATES: tuple[State, ...] = ("params", "optimizer", "gradients")
-_UNBOUNDED = 1 << 62
 _NUMBERED = re.compile(r"(.*?)(\d+)")
 
 
@@ -71,7 +66,7 @@ def _nearer(tier: TierName) -> TierName:
 def _groups(homes: Mapping[str, Homes], nearest: TierName) -> list[_Group]:
     groups: dict[tuple[State, TierName], list[str]] = {}
     for name, of_unit in homes.items():
-        for state in _STATES:
+        for state in STATES:
             tier = getattr(of_unit, state)
             if tier is not nearest and tier is not TierName.DEVICE:
                 groups.setdefault((state, tier), []).append(name)
@@ -88,12 +83,8 @@ def _with(
 
 
 def _without_bounds(limits: Limits) -> Limits:
-    return replace(limits, device_bytes=_UNBOUNDED, host_bytes=_UNBOUNDED, nvme_bytes=_UNBOUNDED)
-
-
-def choices_from(homes: Mapping[str, Homes]) -> TierChoices:
-    """The homes as choices."""
-    return TierChoices(*(UnitHomes({name: getattr(of, state) for name, of in homes.items()}) for state in _STATES))
+    most = UNBOUNDED_NBYTES
+    return replace(limits, device_bytes=most, host_bytes=most, nvme_bytes=most)
 
 
 def shortened(names: Sequence[str]) -> str:

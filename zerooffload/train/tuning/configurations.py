@@ -11,16 +11,15 @@ from typing import Any
 from zerooffload.config import MomentFormat, OffloadConfig, TierName
 from zerooffload.errors import BudgetError, ConfigError
 from zerooffload.planner.find import settings_of
-from zerooffload.planner.plan import Homes, Plan
+from zerooffload.planner.plan import STATES, Homes, Plan
 from zerooffload.planner.profiles import MachineProfile
 from zerooffload.train.planning import Planner
 from zerooffload.train.recipe import Recipe
 
-_STATES = ("params", "optimizer", "gradients")
 _UPDATES = ("after_backward", "under_next_forward", "during_backward")
 _ACTIVATIONS = ("keep", "device", "host", "nvme")
 _MOMENTS: Sequence[MomentFormat] = ("fp32", "bf16", "8bit")
-_FREE = {**dict.fromkeys(_STATES, "auto"), "update": "auto", "activations": "auto"}
+_FREE = dict.fromkeys([*STATES, "update", "activations"], "auto")
 """What a plan may choose anew; other numbers come of none of it."""
 _NUM_CENTRES = 2
 """Around so many of the best predicted, configurations are looked for once more."""
@@ -142,7 +141,7 @@ class Surroundings:
         for activations in _ACTIVATIONS:
             # What keeps all activations has no slices.
             yield {"activations": activations, **({"micro_batch_size": None} if activations == "keep" else {})}
-        for state in _STATES:
+        for state in STATES:
             for step in (-1, 1):
                 yield {state: settings_of(_moved(centre.plan.homes, state, step, self._tiers(config)))[state]}
         for threads in {self._num_cores - 1, self._num_cores // 2} - {0}:

@@ -9,9 +9,9 @@ import pytest
 from support.paper import all_in, chain, limits, machine, problem_of, profile_of
 
 import zerooffload as zo
-from zerooffload.config import TierName
+from zerooffload.config import TierName, UpdateMode
 from zerooffload.planner.admission import AnnouncedPlan
-from zerooffload.planner.cost import Estimate, Lane, StepKind, UpdateMode, estimate, speeds_of
+from zerooffload.planner.cost import Estimate, Lane, StepKind, estimate, speeds_of
 from zerooffload.planner.cost.step import floor_seconds
 from zerooffload.planner.problem import choices_of
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
