@@ -13,7 +13,7 @@ from zerooffload.config import UpdateMode
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.planner.block_inputs import HOLDER, inputs_nbytes
 from zerooffload.planner.cost import Estimate, StepKind, estimate
-from zerooffload.planner.cost.step import may_go_ahead
+from zerooffload.planner.cost.demand import may_go_ahead
 from zerooffload.planner.held import predicted_seconds
 from zerooffload.planner.placement import Claim
 from zerooffload.planner.profiles import MachineProfile, ModelProfile

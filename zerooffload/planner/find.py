@@ -14,8 +14,9 @@ from zerooffload.errors import BudgetError, ConfigError, InternalError
 from zerooffload.planner.admission import DEFAULT_PART, UNBOUNDED_NBYTES, AnnouncedPlan, Limits
 from zerooffload.planner.block_inputs import inputs_nbytes
 from zerooffload.planner.cost import StepKind, estimate, speeds_of
+from zerooffload.planner.cost.demand import may_go_ahead
 from zerooffload.planner.cost.memory import activation_bytes
-from zerooffload.planner.cost.step import floor_seconds, may_go_ahead
+from zerooffload.planner.cost.step import floor_seconds
 from zerooffload.planner.plan import STATES, Homes, Plan
 from zerooffload.planner.problem import PlacementProblem
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
@@ -120,8 +121,9 @@ def _plan_of(request: Request, config: OffloadConfig) -> Plan:
     problem = request.problem_of(config)
     profile = request.profile_of(_slice_size(request, config))
     kind = _kind(request, config, problem)
-    config = _with_room_for_inputs(config, problem, profile, kind)
-    problem = request.problem_of(config)
+    if problem.block_inputs.homes:
+        config = _with_room_for_inputs(config, problem, profile, kind)
+        problem = request.problem_of(config)
     wish = _wish(request, problem, profile, kind)
 
     def kind_of(plan: AnnouncedPlan) -> StepKind:

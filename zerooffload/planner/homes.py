@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from zerooffload.config import TierName, UpdateMode
 from zerooffload.planner.admission import AnnouncedPlan, Limits
 from zerooffload.planner.cost import StepKind, speeds_of
-from zerooffload.planner.cost.step import floor_seconds, may_go_ahead
+from zerooffload.planner.cost.demand import may_go_ahead
+from zerooffload.planner.cost.step import floor_seconds
 from zerooffload.planner.placement import is_auto
 from zerooffload.planner.problem import PlacementProblem, choices_of
 from zerooffload.planner.profiles import MachineProfile, ModelProfile, PassWork, UnitWork

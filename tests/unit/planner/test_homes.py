@@ -17,7 +17,8 @@ from zerooffload.config import TierName, UpdateMode
 from zerooffload.planner import placement
 from zerooffload.planner.admission import AnnouncedPlan, Limits
 from zerooffload.planner.cost import StepKind, speeds_of
-from zerooffload.planner.cost.step import floor_seconds, may_go_ahead
+from zerooffload.planner.cost.demand import may_go_ahead
+from zerooffload.planner.cost.step import floor_seconds
 from zerooffload.planner.homes import homes_within
 from zerooffload.planner.placement import TierChoices, UnitHomes
 from zerooffload.planner.problem import PlacementProblem

@@ -108,10 +108,18 @@ def unit_demands(placement: Placement) -> dict[str, UnitDemand]:
     return {unit.name: _unit_demand(unit, placement) for unit in placement.units}
 
 
+def may_go_ahead(placement: Placement) -> bool:
+    """Whether updates can begin before `optimizer.step()`: where each state that changes has a second place.
+
+    What the device updates is updated in `step()`.
+    """
+    return any(_goes_ahead(_trained(unit), placement) for unit in placement.units)
+
+
 def _unit_demand(unit: UnitPlacement, placement: Placement) -> UnitDemand:
     flats = unit.flats
     moving = [flat for flat in flats if flat.moves]
-    trained = [flat for flat in flats if flat.optimizer is not None and flat.gradient is not None]
+    trained = _trained(unit)
     on_device = bool(trained) and all(_is_all_on_device(flat, placement) for flat in trained)
     return UnitDemand(
         name=unit.name,
@@ -124,7 +132,7 @@ def _unit_demand(unit: UnitPlacement, placement: Placement) -> UnitDemand:
         update=total([_update(flat, placement) for flat in trained]),
         num_updated=sum(_num_own(flat) for flat in trained),
         on_device=on_device,
-        goes_ahead=bool(trained) and all(_has_second_places(flat, placement) for flat in trained),
+        goes_ahead=_goes_ahead(trained, placement),
         device_traffic=sum(_kernel_traffic(flat) for flat in trained) if on_device else 0.0,
         lent_nbytes=sum(
             flat.param.layout.memory_nbytes
@@ -151,6 +159,14 @@ def _is_far(state: StatePlacement) -> bool:
 
 def _is_all_on_device(flat: FlatPlacement, placement: Placement) -> bool:
     return not placement.reach.device_shares_host and all(state.tier is TierName.DEVICE for state in flat.states())
+
+
+def _trained(unit: UnitPlacement) -> list[FlatPlacement]:
+    return [flat for flat in unit.flats if flat.optimizer is not None and flat.gradient is not None]
+
+
+def _goes_ahead(trained: Sequence[FlatPlacement], placement: Placement) -> bool:
+    return bool(trained) and all(_has_second_places(flat, placement) for flat in trained)
 
 
 def _has_second_places(flat: FlatPlacement, placement: Placement) -> bool:

@@ -23,11 +23,11 @@ from itertools import pairwise
 from zerooffload.config import TierName, UpdateMode
 from zerooffload.formats import round_up
 from zerooffload.planner.admission import AnnouncedPlan
-from zerooffload.planner.cost.demand import Demand, UnitDemand, unit_demands
+from zerooffload.planner.cost.demand import Demand, UnitDemand, may_go_ahead, unit_demands
 from zerooffload.planner.cost.lanes import Pair, Task, Timing, busiest_seconds, run_lanes
 from zerooffload.planner.cost.speeds import Speeds
 from zerooffload.planner.cost.window import Arrival, arrivals
-from zerooffload.planner.placement import NUM_STAGING_SLOTS, Placement
+from zerooffload.planner.placement import NUM_STAGING_SLOTS
 from zerooffload.planner.profiles import ModelProfile
 from zerooffload.tiers import FILE_ALIGNMENT_BYTES
 
@@ -151,16 +151,6 @@ def floor_seconds(plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind
     return max(busiest_seconds(steps.last(), pairs), sum(busiest_seconds(part, pairs) for part in steps.parts()))
 
 
-def may_go_ahead(placement: Placement) -> bool:
-    """Whether updates can begin before `optimizer.step()`: where each state that changes has a second place.
-
-    What the device updates is updated in `step()`.
-    """
-    units = unit_demands(placement).values()
-    hosts = [unit for unit in units if unit.num_updated and not unit.on_device]
-    return any(unit.goes_ahead for unit in hosts)
-
-
 def _pairs(speeds: Speeds) -> list[Pair]:
     reads = frozenset({str(Lane.PARAMETER_READ), str(Lane.STATE_READ)})
     return [
@@ -195,6 +185,7 @@ class _Steps:
         self._speeds, self._kind = speeds, kind
         self._placement = plan.placement
         self._shares_host = plan.placement.reach.device_shares_host
+        self._kernel_loads = {_MEMORY: speeds.kernel / speeds.host_memory, **self._core_loads}
         self._works = {work.name: work for work in model.units}
         self._demands = unit_demands(plan.placement)
         self._needs = {unit.name: unit.needs for unit in plan.placement.units}
@@ -218,6 +209,11 @@ class _Steps:
         self._committed: list[int] = []
         self._last_compute: list[int] = []
         self._inputs_at_home: dict[str, list[int]] = {}
+
+    @property
+    def _core_loads(self) -> dict[str, float]:
+        """Of what runs on all cores, where the device computes on them too."""
+        return {_CORES: 1.0} if self._shares_host else {}
 
     def add_step(self) -> int:
         """Another step; the position of the last task of the thread that trains."""
@@ -252,10 +248,11 @@ class _Steps:
         """Of the last step, tasks that may overlap: those of two parts cannot. What may overlap with all is in none."""
         *passes, update = [self.tasks[first:last] for first, last in pairwise([*self._begins, len(self.tasks)])]
         beside: list[list[Task]] = []
-        if self._kind.schedule is not UpdateMode.AFTER_BACKWARD:
+        if self._goes_round:
             # A backward waits for what is computed: the ring holds what is still to be written.
-            late = [task for task in update if task.lane == Lane.WRITE and task.seconds][-NUM_STAGING_SLOTS:]
-            update = [task for task in update if task not in late]
+            writes = [number for number, task in enumerate(update) if task.lane == Lane.WRITE and task.seconds]
+            late = set(writes[-NUM_STAGING_SLOTS:])
+            update = [task for number, task in enumerate(update) if number not in late]
             beside.append(passes.pop(0))
             if self._goes_ahead:
                 beside.append(passes.pop())
@@ -340,8 +337,7 @@ class _Steps:
         self._computed.append(self._compute(seconds, waits, f"{name} {what}"))
 
     def _compute(self, seconds: float, after: Sequence[int], name: str) -> int:
-        loads = {_CORES: 1.0} if self._shares_host else {}
-        task = self._add(Lane.COMPUTE, seconds, [*self._last_compute, *after], loads, name)
+        task = self._add(Lane.COMPUTE, seconds, [*self._last_compute, *after], self._core_loads, name)
         self._last_compute = [task]
         return task
 
@@ -379,10 +375,8 @@ class _Steps:
         after = departed = self._copy(Lane.COPY_OUT, demand.copy_out, after, f"{name} gradients")
         after = self._read(Lane.STATE_READ, demand.nvme_read, after, f"{name} gradients")
         if demand.host_traffic:
-            rate = self._speeds.kernel
-            seconds = self._speeds.corrected("landing", demand.host_traffic / rate)
-            loads = {_MEMORY: rate / self._speeds.host_memory, **({_CORES: 1.0} if self._shares_host else {})}
-            after = [self._add(Lane.LANDING, seconds, after, loads, f"{name} gradients")]
+            seconds = self._speeds.corrected("landing", demand.host_traffic / self._speeds.kernel)
+            after = [self._add(Lane.LANDING, seconds, after, self._kernel_loads, f"{name} gradients")]
         if self._shares_host:
             departed = after
         after = self._write(demand.nvme_written, after, f"{name} gradients")
@@ -397,7 +391,6 @@ class _Steps:
         home = [task for tasks in self._at_home.values() for task in tasks]
         normed = sum(unit.gradient_at_home for unit in self._demands.values()) if self._kind.clips else 0.0
         decided = self._compute(normed / self._speeds.host_memory, [*landed, *home], "step")
-        is_hidden = self._kind.schedule is not UpdateMode.AFTER_BACKWARD
         self._stepped, written = [], []
         order = self._update_order()
         for rank, name in enumerate(order):
@@ -413,9 +406,7 @@ class _Steps:
             written += self._update(unit, after, rank)
         self._leave_in_slots(order)
         self._committed = [self._add(Lane.WRITE, 0.0, written, {}, "commit")] if written else []
-        if is_hidden:
-            return decided
-        return self._compute(0.0, written, "updated")
+        return decided if self._goes_round else self._compute(0.0, written, "updated")
 
     def _update(self, unit: UnitDemand, after: Sequence[int], rank: int) -> list[int]:
         """A unit's update, in some pieces; what must be over for its states to be home."""
@@ -424,20 +415,17 @@ class _Steps:
         self._moves(demand)
         num_pieces = max(1, min(_MOST_PIECES, len(unit.chunk_numels)))
         self._renewed[unit.name], self._at_home[unit.name] = [], []
-        rate = self._speeds.kernel
-        seconds = demand.host_traffic / rate + unit.checked_nbytes / self._speeds.checksum
+        seconds = demand.host_traffic / self._speeds.kernel + unit.checked_nbytes / self._speeds.checksum
         seconds = self._speeds.corrected("update", seconds) / num_pieces
-        loads = {_MEMORY: rate / self._speeds.host_memory, **({_CORES: 1.0} if self._shares_host else {})}
-        is_staged = demand.nvme_read > 0 or demand.nvme_written > 0
+        holds = demand.nvme_read > 0
         for _ in range(num_pieces):
             ready = self._copy(Lane.COPY_OUT, demand.copy_out / num_pieces, list(after), unit.name)
-            ready = self._read(Lane.STATE_READ, demand.nvme_read / num_pieces, ready, unit.name, rank, takes=is_staged)
-            holds = is_staged and demand.nvme_read > 0
+            ready = self._read(Lane.STATE_READ, demand.nvme_read / num_pieces, ready, unit.name, rank, takes=holds)
             stepped = self._add(
                 Lane.UPDATE,
                 seconds,
                 ready,
-                loads,
+                self._kernel_loads,
                 f"{unit.name} update",
                 rank=rank,
                 frees=_RING if holds and not demand.nvme_written else "",
@@ -451,24 +439,27 @@ class _Steps:
             self._at_home[unit.name] += home
         return self._at_home[unit.name]
 
-    def _keep_input(self, name: str) -> None:
+    def _input_nbytes(self, name: str) -> tuple[int, int]:
+        """Of a block's input that goes away: what is copied each way, and what the drive writes, and reads again."""
         home = self._placement.block_inputs.homes.get(name)
         if home is None or self._placement.reach.by_device(home):
-            return
+            return 0, 0
         nbytes = self._works[name].input_nbytes * self._kind.num_slices
-        out = 0 if self._shares_host else nbytes
-        written = round_up(nbytes, FILE_ALIGNMENT_BYTES) if home is TierName.NVME else 0
+        on_drive = round_up(nbytes, FILE_ALIGNMENT_BYTES) if home is TierName.NVME else 0
+        return 0 if self._shares_host else nbytes, on_drive
+
+    def _keep_input(self, name: str) -> None:
+        out, written = self._input_nbytes(name)
+        if not out and not written:
+            return
         self._moves(Demand(copy_out=out, nvme_written=written))
         after = self._copy(Lane.COPY_OUT, out, self._last_compute, f"{name} input")
         self._inputs_at_home[name] = self._write(written, after, f"{name} input")
 
     def _bring_input(self, name: str) -> list[int]:
-        home = self._placement.block_inputs.homes.get(name)
-        if home is None or self._placement.reach.by_device(home):
+        into, read = self._input_nbytes(name)
+        if not into and not read:
             return []
-        nbytes = self._works[name].input_nbytes * self._kind.num_slices
-        into = 0 if self._shares_host else nbytes
-        read = round_up(nbytes, FILE_ALIGNMENT_BYTES) if home is TierName.NVME else 0
         self._moves(Demand(copy_in=into, nvme_read=read))
         after = [*self._inputs_at_home.pop(name), *self._computed[-2:-1]]
         after = self._read(Lane.PARAMETER_READ, read, after, f"{name} input")
