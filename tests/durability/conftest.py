@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import settings
 from support.durable_training import Reference, Scenario, train_uninterrupted
 from support.short_rings import no_cache
+from support.threads import on_one_thread
 
 from zerooffload.formats import MIB
 
@@ -28,10 +28,8 @@ settings.load_profile("deterministic")
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """As in the processes that are started: other numbers of threads cut the sums of matrix products elsewhere."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with on_one_thread():
+        yield
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from support.flushes import without_fsync
 from support.folders import leftovers
 from support.reference_training import Outcome, Recipe, train_plain
 from support.short_rings import no_cache
+from support.threads import on_one_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,10 +22,8 @@ SMALL_PAGE_NBYTES = 4096
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Such small models are slower on several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with on_one_thread():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 from support.folders import leftovers
+from support.threads import on_one_thread
 from torch import nn
 
 import zerooffload as zo
@@ -23,10 +24,8 @@ settings.load_profile("deterministic")
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
     """Threads that wait for each other take most of the time of such small tensors."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with on_one_thread():
+        yield
 
 
 class TinyNet(nn.Module):

@@ -4,10 +4,11 @@ import errno
 import logging
 import os
 import stat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.refusing_direct_io import refuse_o_direct
 
 from zerooffload import TierIOError
 from zerooffload.aio import Engine, OpenFile
@@ -16,18 +17,6 @@ from zerooffload.aio.files import create_file, reserve_space
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-
-def refuse_o_direct(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """Let opening with O_DIRECT fail, as some file systems do."""
-    really_open = os.open
-
-    def fake_open(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(code, os.strerror(code), path)
-        return really_open(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", fake_open)
 
 
 def test_a_new_file_is_empty_private_and_direct(tmp_path: Path) -> None:

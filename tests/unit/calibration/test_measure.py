@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from support.calibrations import SHORT
+from support.refusing_direct_io import refuse_o_direct
 from support.simulated_accelerator import Copies, SimulatedAccelerator
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -15,7 +17,7 @@ from zerooffload import native
 from zerooffload.accelerator.cpu import CpuAccelerator
 from zerooffload.aio import choose_engine
 from zerooffload.aio.traffic import Traffic
-from zerooffload.calibration import Effort, calibrate, device, drives, host, measure
+from zerooffload.calibration import calibrate, device, drives, host, measure
 from zerooffload.calibration.host import pinnable_bytes
 from zerooffload.errors import ConfigError, TierIOError
 from zerooffload.formats import MIB
@@ -23,16 +25,6 @@ from zerooffload.formats import MIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-SHORT = Effort(
-    rounds=2,
-    turn_seconds=0.001,
-    drive_turn_seconds=0.005,
-    fill_seconds=0.2,
-    sustained_seconds=0.02,
-    pin_seconds=0.0,
-    array_bytes=MIB,
-    file_bytes=128 * MIB,
-)
 HOST_FIGURES = {
     "host.memory_bandwidth",
     "host.update_bandwidth",
@@ -198,14 +190,7 @@ def test_wrong_paths_are_refused_before_anything_is_measured(tmp_path: Path, nvm
 
 
 def test_a_file_system_without_direct_io_is_refused(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.open
-
-    def refuse_direct(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *rest, **named)
-
-    monkeypatch.setattr(os, "open", refuse_direct)
+    refuse_o_direct(monkeypatch)
     with pytest.raises(ConfigError, match="refuses direct I/O"):
         calibrate([nvme], effort=SHORT)
 

@@ -5,27 +5,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.calibrations import SHORT
 
-from zerooffload.calibration import Effort, calibrate, machine_file, remembered_machine
+from zerooffload.calibration import calibrate, machine_file, remembered_machine
 from zerooffload.cli import app
 from zerooffload.cli import calibrate as command
-from zerooffload.formats import MIB
 from zerooffload.planner.profiles import MachineProfile, read_machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-SHORT = Effort(
-    rounds=2,
-    turn_seconds=0.001,
-    drive_turn_seconds=0.005,
-    fill_seconds=0.2,
-    sustained_seconds=0.02,
-    pin_seconds=0.0,
-    array_bytes=MIB,
-    file_bytes=128 * MIB,
-)
 
 
 @pytest.fixture(autouse=True)

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from support.refusing_direct_io import refuse_o_direct
 from support.simulated_accelerator import SimulatedAccelerator
 
 from zerooffload import native
@@ -124,14 +124,7 @@ def test_memory_that_cannot_be_registered_says_why(monkeypatch: pytest.MonkeyPat
 def test_a_folder_without_direct_io_is_a_note(
     nvme: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = os.open
-
-    def refuse_direct(path: Any, flags: int, *rest: Any, **named: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *rest, **named)
-
-    monkeypatch.setattr(os, "open", refuse_direct)
+    refuse_o_direct(monkeypatch)
     finding = storage._direct_io("writing", nvme)
     assert finding.verdict is Verdict.NOTE
     assert "refuses O_DIRECT" in finding.value
