@@ -498,6 +498,27 @@ def test_a_save_that_fails_leaves_what_was_there(
     assert run.moment().differences(before) == []
 
 
+def test_a_header_that_begins_with_a_page_of_memory_is_waited_for(
+    faulty: Callable[[Fault], Training], scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not copied then, so no slot of the ring waits for it."""
+    monkeypatch.setattr("zerooffload.checkpoint.shard_writer._bytes", _on_pages)
+    run = faulty(Fault(at=0, operation="write", files="exp_avg-*"))
+    expected = run.moment()
+    run.one_batch()
+    with pytest.raises(zo.TierIOError, match="exp_avg"):
+        save(run, scratch / "checkpoints")
+    load(run, scratch / "checkpoints")
+    assert run.moment().differences(expected) == []
+
+
+def _on_pages(content: bytes) -> torch.Tensor:
+    memory = torch.zeros(len(content) + 4096, dtype=torch.uint8)
+    lead = -memory.data_ptr() % 4096
+    memory[lead : lead + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return memory[lead : lead + len(content)]
+
+
 def test_what_a_save_and_a_load_lease(scratch: Path) -> None:
     """Two chunks of all states where they are not in place, and four blocks of the longest range, or one range."""
     with training(scenario("nvme"), scratch / "a", real_environment()) as run:

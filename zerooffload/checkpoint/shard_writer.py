@@ -72,7 +72,7 @@ class ShardWriter:
                 nbytes = self._headers[state].numel() + file.header.data_nbytes
                 writer = PageWriter(folder / file.name, nbytes, engine, self._ring, waits)
                 self._writers[state] = writer
-                writer.write(0, [self._headers[state]])
+                self._leaving += writer.write(0, [self._headers[state]]).leaving
         except BaseException:
             self.close()
             raise
