@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from mmap import mmap
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import torch
 
@@ -61,7 +61,8 @@ def _bytes_per_second(work: Callable[[], object], nbytes: int, seconds: float) -
 
 def _touch_new_memory() -> None:
     """By as many threads as torch has; it is given back at once, as the memory of a large result."""
-    torch.frombuffer(mmap(-1, _TOUCHED_BYTES), dtype=torch.float32).fill_(1)
+    pages = mmap(-1, _TOUCHED_BYTES, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    torch.frombuffer(pages, dtype=torch.float32).fill_(1)
 
 
 class _SameTraffic:
