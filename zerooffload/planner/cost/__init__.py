@@ -3,7 +3,8 @@
 from zerooffload.planner.cost.estimate import Estimate, estimate
 from zerooffload.planner.cost.memory import MemoryAccount
 from zerooffload.planner.cost.speeds import Speeds, speeds_of
-from zerooffload.planner.cost.step import Lane, Span, StepKind
+from zerooffload.planner.cost.step import Span, StepKind
+from zerooffload.planner.cost.task_list import Lane
 
 __all__ = [
     "Estimate",

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.planner.cost.memory import MemoryAccount, memory_accounts
 from zerooffload.planner.cost.speeds import Speeds, speeds_of
-from zerooffload.planner.cost.step import Lane, Span, StepKind, simulate_step
+from zerooffload.planner.cost.step import Span, StepKind, simulate_step
+from zerooffload.planner.cost.task_list import Lane
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
 
 _DRIVE_LANES = (Lane.PARAMETER_READ, Lane.STATE_READ, Lane.WRITE)

@@ -1,54 +1,25 @@
-"""A step as tasks on lanes. Pure; see [Note: fluid lanes].
-
-[Note: lanes of a step]
-compute         the device, and on a CPU the thread that trains
-copy in, out    each direction of the link to the device
-link            gathers and reductions between ranks
-parameter read  from the drive, because a visit needs them
-state read      from the drive, for the update
-write           to the drive
-update          the kernel on the host, and the checksums of what it writes
-landing         gradients that join their home on the host
-
-Pools: the drive (reads share it, with writes too), host memory, and, where the device is the CPU, its cores.
-"""
+"""A step as tasks on lanes. Pure; see [Note: lanes of a step] in task_list.py and [Note: fluid lanes] in lanes.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from itertools import pairwise
 
 from zerooffload.config import TierName, UpdateMode
 from zerooffload.formats import round_up
 from zerooffload.planner.admission import AnnouncedPlan
+from zerooffload.planner.cost.chunks_in_ring import ChunksInRing
 from zerooffload.planner.cost.demand import Demand, UnitDemand, may_go_ahead, unit_demands
-from zerooffload.planner.cost.lanes import Pair, Task, Timing, busiest_seconds, run_lanes
+from zerooffload.planner.cost.lanes import Task, Timing, busiest_seconds, run_lanes
 from zerooffload.planner.cost.speeds import Speeds
+from zerooffload.planner.cost.task_list import RING, Lane, TaskList, pairs_of
 from zerooffload.planner.cost.window import Arrival, arrivals
 from zerooffload.planner.placement import NUM_STAGING_SLOTS
 from zerooffload.planner.profiles import ModelProfile
 from zerooffload.tiers import FILE_ALIGNMENT_BYTES
 
 _ROOT = "(root)"
-
-
-class Lane(StrEnum):
-    """See the note."""
-
-    COMPUTE = "compute"
-    COPY_IN = "copy in"
-    COPY_OUT = "copy out"
-    LINK = "link"
-    PARAMETER_READ = "parameter read"
-    STATE_READ = "state read"
-    WRITE = "write"
-    UPDATE = "update"
-    LANDING = "landing"
-
-
-_DRIVE, _MEMORY, _CORES, _COPIES = "drive", "host memory", "cores", "copies"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +80,6 @@ _NUM_STEPS = 5
 """Three to get going, and two that are like all that follow."""
 _MOST_PIECES = 4
 """Of a unit's update: enough that reading, stepping and writing overlap."""
-_RING = "staging ring"
 
 
 def simulate_step(plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind: StepKind) -> SimulatedStep:
@@ -122,8 +92,8 @@ def simulate_step(plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind
     """
     steps = _Steps(plan, model, speeds, kind)
     ends = [steps.add_step() for _ in range(_NUM_STEPS)]
-    slots = {_RING: NUM_STAGING_SLOTS - 1}
-    timing = run_lanes(steps.tasks, _pairs(speeds), slots)
+    slots = {RING: NUM_STAGING_SLOTS - 1}
+    timing = run_lanes(steps.tasks, pairs_of(speeds), slots)
     begin, middle, end = (timing.ends[number] for number in ends[-3:])
     return SimulatedStep(
         seconds=(end - begin) / 2,
@@ -147,21 +117,8 @@ def floor_seconds(plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind
     # The first finds nothing in host memory.
     steps.add_step()
     steps.add_step()
-    pairs = _pairs(speeds)
+    pairs = pairs_of(speeds)
     return max(busiest_seconds(steps.last(), pairs), sum(busiest_seconds(part, pairs) for part in steps.parts()))
-
-
-def _pairs(speeds: Speeds) -> list[Pair]:
-    reads = frozenset({str(Lane.PARAMETER_READ), str(Lane.STATE_READ)})
-    return [
-        Pair(first=reads, second=frozenset({str(Lane.WRITE)}), pool=_DRIVE, capacity=speeds.drive_mix),
-        Pair(
-            first=frozenset({str(Lane.COPY_IN)}),
-            second=frozenset({str(Lane.COPY_OUT)}),
-            pool=_COPIES,
-            capacity=speeds.copy_mix,
-        ),
-    ]
 
 
 def _busy(tasks: Sequence[Task]) -> dict[Lane, float]:
@@ -180,12 +137,11 @@ class _Steps:
     """Makes the tasks of one step after the other."""
 
     def __init__(self, plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind: StepKind) -> None:
-        self.tasks: list[Task] = []
+        self._add = TaskList(speeds, shares_host=plan.placement.reach.device_shares_host)
         self.moved_by_step: list[Demand] = []
         self._speeds, self._kind = speeds, kind
         self._placement = plan.placement
         self._shares_host = plan.placement.reach.device_shares_host
-        self._kernel_loads = {_MEMORY: speeds.kernel / speeds.host_memory, **self._core_loads}
         self._works = {work.name: work for work in model.units}
         self._demands = unit_demands(plan.placement)
         self._needs = {unit.name: unit.needs for unit in plan.placement.units}
@@ -196,12 +152,15 @@ class _Steps:
         self._last_use = {name: visit for visit in self._backward for name in self._needs[visit]}
         self._order = list(dict.fromkeys([name for visit in self._forward for name in self._needs[visit]]))
         self._goes_round = kind.schedule is not UpdateMode.AFTER_BACKWARD
-        self._num_cached, self._num_staged = plan.num_cached_slots, plan.placement.num_staged_chunks
-        # Of each unit's updated chunks, the part that is still in host memory, and that the next update finds there.
-        self._held_part: dict[str, float] = {}
-        self._kept_part: dict[str, float] = {}
         self._arrivals = self._all_arrivals(plan.window_nbytes)
         self._goes_ahead = kind.schedule is UpdateMode.DURING_BACKWARD and may_go_ahead(plan.placement)
+        self._ring = ChunksInRing(
+            self._demands,
+            plan.num_cached_slots,
+            plan.placement.num_staged_chunks,
+            goes_round=self._goes_round,
+            goes_ahead=self._goes_ahead,
+        )
         # Tasks that are waited for: for a unit's new parameters, and for all that the last update did.
         self._renewed: dict[str, list[int]] = {name: [] for name in self._demands}
         self._at_home: dict[str, list[int]] = {name: [] for name in self._demands}
@@ -211,9 +170,9 @@ class _Steps:
         self._inputs_at_home: dict[str, list[int]] = {}
 
     @property
-    def _core_loads(self) -> dict[str, float]:
-        """Of what runs on all cores, where the device computes on them too."""
-        return {_CORES: 1.0} if self._shares_host else {}
+    def tasks(self) -> list[Task]:
+        """Of all steps."""
+        return self._add.tasks
 
     def add_step(self) -> int:
         """Another step; the position of the last task of the thread that trains."""
@@ -276,34 +235,6 @@ class _Steps:
             return self._order
         return list(self._demands)[:: -1 if self._is_backwards() else 1]
 
-    def _leave_in_slots(self, order: Sequence[str]) -> None:
-        """See [Note: the ring is the host's cache] in tiers/staging.py: what an update in this order leaves there."""
-        num_slots = self._num_cached + NUM_STAGING_SLOTS
-        all_stay = self._num_staged <= num_slots
-        is_backwards = self._is_backwards()
-        if not self._goes_round or all_stay:
-            self._held_part = self._kept_part = self._first_chunks(order[::-1], num_slots, from_end=not is_backwards)
-            return
-        # Some stay for the next update; through the other slots all others pass.
-        self._kept_part = self._first_chunks(order, self._num_cached)
-        if self._goes_ahead:
-            # It follows backward, so that what comes first in forward is updated last.
-            self._held_part = self._first_chunks(order, num_slots)
-            return
-        last = self._first_chunks(order[::-1], NUM_STAGING_SLOTS, from_end=True)
-        self._held_part = {name: max(self._kept_part[name], last[name]) for name in last}
-
-    def _first_chunks(self, order: Sequence[str], num_chunks: int, *, from_end: bool = False) -> dict[str, float]:
-        """Of each staged unit, the part in chunks that are among the first so many; of a unit the last ones first."""
-        parts, left = {}, num_chunks
-        for name in order:
-            unit = self._demands[name]
-            numels = unit.chunk_numels[::-1] if from_end else unit.chunk_numels
-            if numels and unit.staged_nbytes:
-                parts[name] = sum(numels[:left]) / sum(numels)
-                left = max(0, left - len(numels))
-        return parts
-
     def _add_forward(self) -> None:
         for name in self._forward:
             self._visit(name, 0.0 if name == _ROOT else self._forward_seconds(name), "forward")
@@ -337,7 +268,7 @@ class _Steps:
         self._computed.append(self._compute(seconds, waits, f"{name} {what}"))
 
     def _compute(self, seconds: float, after: Sequence[int], name: str) -> int:
-        task = self._add(Lane.COMPUTE, seconds, [*self._last_compute, *after], self._core_loads, name)
+        task = self._add.compute(seconds, [*self._last_compute, *after], name)
         self._last_compute = [task]
         return task
 
@@ -345,10 +276,7 @@ class _Steps:
         name = arrival.unit
         unit, is_first = self._demands[name], name not in self._come
         demand = unit.first_arrival if is_first else unit.arrival
-        held = self._held_part.get(name, 0.0)
-        if is_first and self._goes_round and not self._goes_ahead and name in self._held_part:
-            # Its update was a moment ago: the last chunk's slot has not been taken for another unit's yet.
-            held = max(held, 1 / len(unit.chunk_numels))
+        held = self._ring.part_for_visit(name, is_first=is_first)
         # What is in host memory is copied from there; a device gets all of it so.
         lent = held * unit.lent_nbytes
         demand = replace(demand, nvme_read=demand.nvme_read * (1 - held), copy_in=demand.copy_in + lent)
@@ -358,12 +286,12 @@ class _Steps:
         room = self._computed[arrival.room_after : arrival.room_after + 1] if arrival.room_after >= 0 else self._begin
         after = [*(self._last_compute if self._shares_host else room)]
         after += self._renewed[name] if not demand.nvme_read else self._at_home[name]
-        after = self._read(Lane.PARAMETER_READ, demand.nvme_read, after, name)
-        after = self._copy(Lane.COPY_IN, demand.copy_in, after, name)
-        after = self._link(demand.gathered, after, name)
+        after = self._add.read(Lane.PARAMETER_READ, demand.nvme_read, after, name)
+        after = self._add.copy(Lane.COPY_IN, demand.copy_in, after, name)
+        after = self._add.link(demand.gathered, after, name)
         if demand.copy_out or demand.nvme_written:
-            home = self._copy(Lane.COPY_OUT, demand.copy_out, after, name)
-            self._write(demand.nvme_written, home, name)
+            home = self._add.copy(Lane.COPY_OUT, demand.copy_out, after, name)
+            self._add.write(demand.nvme_written, home, name)
         self._present[name] = after
 
     def _leave(self, name: str, *, is_first: bool) -> list[int]:
@@ -371,16 +299,14 @@ class _Steps:
         unit = self._demands[name]
         demand = unit.first_leaving if is_first else unit.leaving
         self._moves(demand)
-        after = self._link(demand.reduced, self._last_compute, f"{name} gradients")
-        after = departed = self._copy(Lane.COPY_OUT, demand.copy_out, after, f"{name} gradients")
-        after = self._read(Lane.STATE_READ, demand.nvme_read, after, f"{name} gradients")
-        if demand.host_traffic:
-            seconds = self._speeds.corrected("landing", demand.host_traffic / self._speeds.kernel)
-            after = [self._add(Lane.LANDING, seconds, after, self._kernel_loads, f"{name} gradients")]
+        after = self._add.link(demand.reduced, self._last_compute, f"{name} gradients")
+        after = departed = self._add.copy(Lane.COPY_OUT, demand.copy_out, after, f"{name} gradients")
+        after = self._add.read(Lane.STATE_READ, demand.nvme_read, after, f"{name} gradients")
+        after = self._add.landing(demand.host_traffic, after, f"{name} gradients")
         if self._shares_host:
             departed = after
-        after = self._write(demand.nvme_written, after, f"{name} gradients")
-        after = self._copy(Lane.COPY_IN, demand.copy_in, after, f"{name} gradients")
+        after = self._add.write(demand.nvme_written, after, f"{name} gradients")
+        after = self._add.copy(Lane.COPY_IN, demand.copy_in, after, f"{name} gradients")
         self._left[name] = list(after)
         return departed if demand != Demand() else []
 
@@ -404,14 +330,14 @@ class _Steps:
             goes_ahead = self._goes_ahead and unit.goes_ahead
             after = [*self._left[name], *self._at_home[name]] if goes_ahead else [decided]
             written += self._update(unit, after, rank)
-        self._leave_in_slots(order)
-        self._committed = [self._add(Lane.WRITE, 0.0, written, {}, "commit")] if written else []
+        self._ring.leave(order, is_backwards=self._is_backwards())
+        self._committed = [self._add.commit(written)] if written else []
         return decided if self._goes_round else self._compute(0.0, written, "updated")
 
     def _update(self, unit: UnitDemand, after: Sequence[int], rank: int) -> list[int]:
         """A unit's update, in some pieces; what must be over for its states to be home."""
-        kept = self._kept_part.get(unit.name, 0.0)
-        demand = replace(unit.update, nvme_read=unit.update.nvme_read - kept * unit.staged_nbytes)
+        kept = self._ring.part_for_update(unit.name) * unit.staged_nbytes
+        demand = replace(unit.update, nvme_read=unit.update.nvme_read - kept)
         self._moves(demand)
         num_pieces = max(1, min(_MOST_PIECES, len(unit.chunk_numels)))
         self._renewed[unit.name], self._at_home[unit.name] = [], []
@@ -419,19 +345,12 @@ class _Steps:
         seconds = self._speeds.corrected("update", seconds) / num_pieces
         holds = demand.nvme_read > 0
         for _ in range(num_pieces):
-            ready = self._copy(Lane.COPY_OUT, demand.copy_out / num_pieces, list(after), unit.name)
-            ready = self._read(Lane.STATE_READ, demand.nvme_read / num_pieces, ready, unit.name, rank, takes=holds)
-            stepped = self._add(
-                Lane.UPDATE,
-                seconds,
-                ready,
-                self._kernel_loads,
-                f"{unit.name} update",
-                rank=rank,
-                frees=_RING if holds and not demand.nvme_written else "",
-            )
-            home = self._copy(Lane.COPY_IN, demand.copy_in / num_pieces, [stepped], unit.name)
-            home = self._write(
+            ready = self._add.copy(Lane.COPY_OUT, demand.copy_out / num_pieces, list(after), unit.name)
+            ready = self._add.read(Lane.STATE_READ, demand.nvme_read / num_pieces, ready, unit.name, rank, takes=holds)
+            leaves_ring = holds and not demand.nvme_written
+            stepped = self._add.update(seconds, ready, f"{unit.name} update", rank, frees=leaves_ring)
+            home = self._add.copy(Lane.COPY_IN, demand.copy_in / num_pieces, [stepped], unit.name)
+            home = self._add.write(
                 demand.nvme_written / num_pieces, [*home, *self._committed], unit.name, rank, frees=holds
             )
             self._stepped.append(stepped)
@@ -453,8 +372,8 @@ class _Steps:
         if not out and not written:
             return
         self._moves(Demand(copy_out=out, nvme_written=written))
-        after = self._copy(Lane.COPY_OUT, out, self._last_compute, f"{name} input")
-        self._inputs_at_home[name] = self._write(written, after, f"{name} input")
+        after = self._add.copy(Lane.COPY_OUT, out, self._last_compute, f"{name} input")
+        self._inputs_at_home[name] = self._add.write(written, after, f"{name} input")
 
     def _bring_input(self, name: str) -> list[int]:
         into, read = self._input_nbytes(name)
@@ -462,55 +381,5 @@ class _Steps:
             return []
         self._moves(Demand(copy_in=into, nvme_read=read))
         after = [*self._inputs_at_home.pop(name), *self._computed[-2:-1]]
-        after = self._read(Lane.PARAMETER_READ, read, after, f"{name} input")
-        return self._copy(Lane.COPY_IN, into, after, f"{name} input")
-
-    def _read(
-        self, lane: Lane, nbytes: float, after: Sequence[int], name: str, rank: int = 0, *, takes: bool = False
-    ) -> list[int]:
-        if not nbytes:
-            return list(after)
-        seconds = self._speeds.corrected("drive", nbytes / self._speeds.read)
-        return [self._add(lane, seconds, after, {_DRIVE: 1.0}, name, rank=rank, takes=_RING if takes else "")]
-
-    def _write(
-        self, nbytes: float, after: Sequence[int], name: str, rank: int = 0, *, frees: bool = False
-    ) -> list[int]:
-        if not nbytes:
-            return list(after)
-        seconds = self._speeds.corrected("drive", nbytes / self._speeds.write)
-        return [self._add(Lane.WRITE, seconds, after, {_DRIVE: 1.0}, name, rank=rank, frees=_RING if frees else "")]
-
-    def _copy(self, lane: Lane, nbytes: float, after: Sequence[int], name: str) -> list[int]:
-        if not nbytes:
-            return list(after)
-        rate = self._speeds.copy_in if lane is Lane.COPY_IN else self._speeds.copy_out
-        if self._shares_host:
-            # By the CPU, from memory to memory: what is read is written too.
-            loads, rate = {_MEMORY: 1.0, _CORES: 1.0}, self._speeds.host_memory / 2
-        else:
-            loads = {_COPIES: 1.0, _MEMORY: rate / self._speeds.host_memory}
-        return [self._add(lane, self._speeds.corrected("copies", nbytes / rate), after, loads, name)]
-
-    def _link(self, nbytes: float, after: Sequence[int], name: str) -> list[int]:
-        if not nbytes:
-            return list(after)
-        return [self._add(Lane.LINK, self._speeds.corrected("link", nbytes / self._speeds.gather), after, {}, name)]
-
-    def _add(
-        self,
-        lane: Lane,
-        seconds: float,
-        after: Sequence[int],
-        loads: Mapping[str, float],
-        name: str,
-        *,
-        rank: int = 0,
-        takes: str = "",
-        frees: str = "",
-    ) -> int:
-        waits = sorted(set(after))
-        self.tasks.append(
-            Task(lane=lane, seconds=seconds, after=waits, rank=rank, loads=loads, takes=takes, frees=frees, name=name)
-        )
-        return len(self.tasks) - 1
+        after = self._add.read(Lane.PARAMETER_READ, read, after, f"{name} input")
+        return self._add.copy(Lane.COPY_IN, into, after, f"{name} input")
