@@ -44,3 +44,9 @@ def test_a_device_with_memory_of_its_own_touches_nothing_for_the_first_time() ->
 def test_what_runs_have_taught_of_compute_counts() -> None:
     taught = machine().model_copy(update={"corrections": {"compute": 1.5}})
     assert speeds_of(taught).compute_seconds(PassWork(flops={"fp32": 1e11})) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("shares_host", "seconds"), [(True, 0.3), (False, 0.0)])
+def test_only_a_cpu_waits_for_what_a_run_does_at_a_visit(shares_host: bool, seconds: float) -> None:  # noqa: FBT001
+    device = machine().device.model_copy(update={"shares_host_memory": shares_host})
+    assert speeds_of(machine().model_copy(update={"device": device})).visit_seconds == pytest.approx(seconds)

@@ -45,8 +45,16 @@ class ChunksInRing:
         self._num_cached, self._num_staged = num_cached, num_staged
         self._goes_round, self._goes_ahead = goes_round, goes_ahead
 
-    def part_for_visit(self, name: str, *, is_first: bool) -> float:
-        """Of a unit's chunks, as its visit finds them, the first one of the step or another."""
+    def part_for_visit(self, name: str, *, is_first: bool, is_beside_update: bool) -> float:
+        """Of a unit's chunks, as its visit finds them, the first one of the step or another.
+
+        Parameters
+        ----------
+        is_beside_update : bool
+            Whether others' updates are under way, so that what does not stay for the next update has gone.
+        """
+        if is_beside_update:
+            return self.kept.get(name, 0.0)
         held = self.held.get(name, 0.0)
         if is_first and self._goes_round and not self._goes_ahead and name in self.held:
             # Its update was a moment ago: the last chunk's slot has not been taken for another unit's yet.
@@ -66,8 +74,8 @@ class ChunksInRing:
         # Some stay for the next update; through the other slots all others pass.
         self.kept = self._first_chunks(order, self._num_cached)
         if self._goes_ahead:
-            # It follows backward, so that what comes first in forward is updated last.
-            self.held = self._first_chunks(order, num_slots)
+            # It follows backward, so that what comes first in forward is updated last, and each unit's last chunk.
+            self.held = self._first_chunks(order, num_slots, from_end=True)
             return
         last = self._first_chunks(order[::-1], NUM_STAGING_SLOTS, from_end=True)
         self.held = {name: max(self.kept[name], last[name]) for name in last}

@@ -184,9 +184,11 @@ class _Steps:
         self._left: dict[str, list[int]] = {name: [] for name in self._demands}
         self._departures: list[list[int]] = []
         self._begins = [len(self.tasks)]
+        self._is_beside_update = False
         for number in range(self._kind.accumulation):
             self._add_forward()
             self._begins.append(len(self.tasks))
+            self._is_beside_update = self._goes_ahead and number == self._kind.accumulation - 1
             self._add_backward(is_first=number == 0)
             self._begins.append(len(self.tasks))
         return self._add_update()
@@ -265,7 +267,7 @@ class _Steps:
         waits = list(after)
         for unit in self._needs[name]:
             waits += self._present.get(unit, ()) if self._demands[unit].range_nbytes else self._renewed[unit]
-        self._computed.append(self._compute(seconds, waits, f"{name} {what}"))
+        self._computed.append(self._compute(seconds + self._speeds.visit_seconds, waits, f"{name} {what}"))
 
     def _compute(self, seconds: float, after: Sequence[int], name: str) -> int:
         task = self._add.compute(seconds, [*self._last_compute, *after], name)
@@ -276,7 +278,7 @@ class _Steps:
         name = arrival.unit
         unit, is_first = self._demands[name], name not in self._come
         demand = unit.first_arrival if is_first else unit.arrival
-        held = self._ring.part_for_visit(name, is_first=is_first)
+        held = self._ring.part_for_visit(name, is_first=is_first, is_beside_update=self._is_beside_update)
         # What is in host memory is copied from there; a device gets all of it so.
         lent = held * unit.lent_nbytes
         demand = replace(demand, nvme_read=demand.nvme_read * (1 - held), copy_in=demand.copy_in + lent)
