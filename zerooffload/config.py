@@ -166,9 +166,9 @@ class OffloadConfig(BaseModel):
 
     @property
     def leaves_homes_open(self) -> bool:
-        """Whether the home of some state is for a plan to choose."""
+        """Whether the home of some state may be for a plan to choose: of units that no pattern matches, too."""
         choices = (self.params, self.optimizer, self.gradients)
-        return any("auto" in (c.values() if isinstance(c, dict) else (c,)) for c in choices)
+        return any("auto" in c.values() or "*" not in c if isinstance(c, dict) else c == "auto" for c in choices)
 
     @property
     def slice_size(self) -> int | None:

@@ -76,6 +76,15 @@ def test_homes_that_a_recipe_names_stay(remember: Callable[..., None]) -> None:
     assert planned(given) is given
 
 
+def test_units_that_no_pattern_matches_are_planned(remember: Callable[..., None], tmp_path: Path) -> None:
+    remember(of_memory(STATES))
+    some = {"model.layers.0": "nvme"}
+    given = recipe(nvme_paths=[str(tmp_path)], params="nvme", gradients="nvme", optimizer=some)
+    offload = planned(given).offload
+    assert offload.optimizer == "nvme" or offload.optimizer == {**some, "*": "nvme"}
+    assert not offload.leaves_homes_open
+
+
 def test_what_fits_is_on_host(remember: Callable[..., None], tmp_path: Path) -> None:
     remember(of_memory(8 * STATES))
     offload = planned(recipe(nvme_paths=[str(tmp_path)])).offload
