@@ -370,7 +370,7 @@ def test_what_is_written_from_where_it_lies_stays_until_it_is_written(
         finish(writer)
 
     monkeypatch.setattr(ShardWriter, "finish", finish_late)
-    monkeypatch.setattr(saving, "NUM_SLOTS", 1000)
+    monkeypatch.setattr(saving, "MOST_UNDER_WAY", 1000)
     if not waits_for_writes:
         monkeypatch.setattr(Snapshot, "was_read", lambda snapshot, chunk, _: snapshot._readings[chunk].over())
     env = environment_with(lambda: SimulatedEngine(Transfers.LAZY, on_files=True))

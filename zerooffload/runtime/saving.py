@@ -18,7 +18,6 @@ from zerooffload.config import TierName
 from zerooffload.errors import CheckpointError, ConfigError, RankError, ZeroOffloadError
 from zerooffload.optim.record import OptimizerStates
 from zerooffload.runtime.logical_states import (
-    NUM_SLOTS,
     ChunkReading,
     HeldParam,
     LogicalStates,
@@ -35,6 +34,8 @@ from zerooffload.telemetry import Wait, Waitable, wait_for_all
 from zerooffload.tiers import dtype_name
 
 _WELL, _FAILED = 1, 0
+MOST_UNDER_WAY = 4
+"""Chunks whose writes the drive has still to do: enough that it is never idle, few enough for who waits for one."""
 
 
 class SaveTicket(Outcome):
@@ -303,7 +304,7 @@ class _Job:
             self._write(reading)
             self.snapshot.was_read(reading.chunk, reading.leaving)
             under_way.append(reading.leaving)
-            if len(under_way) > NUM_SLOTS:
+            if len(under_way) > MOST_UNDER_WAY:
                 # What somebody waits for is read next: not behind all that the drive has still to do.
                 wait_for_all(self._parts.waits, Wait.STATE_WRITE, under_way.popleft())
         self._writer.finish()
