@@ -221,7 +221,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [
         "# What plans said, and what came",
         "",
-        f"{cores}; torch {found['torch']}. `python benchmarks/plan_accuracy.py DIR`: {batch}, fp32; the norm is taken, no clipping fires; medians.",
+        f"{cores}; torch {found['torch']}. `python benchmarks/plan_accuracy.py DIR`: {batch}, fp32; the norm is",
+        "taken, and no clipping fires; medians.",
         "*Then* is what the plan says with the machine's rates of the minutes in which the steps ran; *bytes* those of",
         "the link that is off the most; *memory* what is leased, with activations.",
         "",
