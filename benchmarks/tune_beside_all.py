@@ -1,0 +1,206 @@
+"""How near `zerooffload tune` comes to the best of all: each home of each state with each update mode, all tried.
+
+Three small trainings of this machine: with memory for everything, with too little of it, and with two backwards a step.
+Each recipe begins with everything on nvme and nothing hidden. It is tuned; then all configurations take a turn, those
+that are near the best take further ones, in turns with what tune has found. The table tells what tune's took, and the
+fastest of the others, from the same rounds.
+
+    python benchmarks/tune_beside_all.py /mnt/nvme --table benchmarks/results/tune_beside_all.md
+
+The machine is calibrated first (or `--machine` is its profile). A missed target does not change the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from disk_limit import check, count, machine, scratch_folder, tell, versions
+
+from zerooffload.calibration import calibrate
+from zerooffload.errors import ZeroOffloadError
+from zerooffload.formats import GIB, MIB, format_seconds
+from zerooffload.planner.profiles import MachineProfile, read_machine
+from zerooffload.train.recipe import Recipe, recipe_from
+from zerooffload.train.tuning.trial import Job, run_trial
+from zerooffload.train.tuning.tune import Effort, Tuning, of_one_rank
+
+STATES = ("params", "optimizer", "gradients")
+TIERS = ("host", "nvme")
+MODES = ("after_backward", "under_next_forward", "during_backward")
+WORKLOADS: Mapping[str, Mapping[str, Any]] = {
+    "memory for all": {"host_memory": 4 * GIB, "accumulation": 1},
+    "too little memory": {"host_memory": 640 * MIB, "accumulation": 1},
+    "two backwards": {"host_memory": GIB, "accumulation": 2},
+}
+SHAPE = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6}
+BATCH_SIZE, SEQUENCE_LENGTH = 2, 64
+TEXT = "The best plan is one that was tried; the best of all plans is one beside which all others were tried. " * 2000
+NEAR = 1.15
+"""Of the fastest: what is not slower takes part in the further rounds."""
+MOST_ABOVE_BEST = 1.10
+SPACE_BYTES = 6 * GIB
+
+
+def recipe_of(folder: Path, workload: str, **settings: Any) -> Recipe:
+    """14 M parameters on bytes."""
+    wanted = WORKLOADS[workload]
+    config = {"model_type": "llama", "vocab_size": 257, "max_position_embeddings": SEQUENCE_LENGTH, **SHAPE}
+    return recipe_from(
+        {
+            "model": {"config": {**config, "num_key_value_heads": config["num_attention_heads"]}},
+            "data": {"path": str(folder / "text.txt")},
+            "offload": {"host_memory": wanted["host_memory"], "nvme_paths": [str(folder)], **settings},
+            "training": {
+                "steps": 1,
+                "batch_size": BATCH_SIZE,
+                "sequence_length": SEQUENCE_LENGTH,
+                "accumulation_steps": wanted["accumulation"],
+                "max_grad_norm": 1.0,
+            },
+        }
+    )
+
+
+def all_of(folder: Path, workload: str) -> dict[str, Recipe]:
+    """Each home of each state, with each mode."""
+    return {
+        f"{', '.join(f'{state} {tier}' for state, tier in zip(STATES, homes, strict=True))}, {mode}": recipe_of(
+            folder, workload, **dict(zip(STATES, homes, strict=True)), update=mode
+        )
+        for homes in product(TIERS, repeat=len(STATES))
+        for mode in MODES
+    }
+
+
+def seconds_of(recipe: Recipe, args: argparse.Namespace) -> list[float]:
+    """Of each step of a turn; none if it does not fit."""
+    try:
+        trial = run_trial(Job(recipe=recipe, num_steps=args.steps, num_warm_up=2), "training")
+    except ZeroOffloadError as error:
+        print(f"    refused: {str(error).splitlines()[0]}", file=sys.stderr)
+        return []
+    return list(trial.step_seconds)
+
+
+def compare(workload: str, folder: Path, profile: MachineProfile, args: argparse.Namespace) -> dict[str, Any]:
+    """Tune, then try everything."""
+    begin = time.perf_counter()
+    start = recipe_of(folder, workload, **dict.fromkeys(STATES, "nvme"), update="after_backward")
+    effort = Effort(num_trials=args.trials, num_steps=args.steps)
+    tuned = Tuning(start, profile, folder / "trials.json", effort).tune()
+    took = time.perf_counter() - begin
+    print(f"{workload}: tuned in {took:.0f} s: {tuned.best.key}", file=sys.stderr, flush=True)
+    others = all_of(folder, workload)
+    steps = {name: seconds_of(recipe, args) for name, recipe in others.items()}
+    steps = {name: seconds for name, seconds in steps.items() if seconds}
+    fastest = min(map(statistics.median, steps.values()))
+    near = {name: others[name] for name, seconds in steps.items() if statistics.median(seconds) <= NEAR * fastest}
+    rounds: dict[str, list[float]] = {name: [] for name in ("tuned", *near)}
+    for number in range(args.rounds):
+        turns = list({"tuned": tuned.best.recipe, **near}.items())
+        for name, recipe in turns if number % 2 == 0 else turns[::-1]:
+            rounds[name] += seconds_of(recipe, args)
+    medians = {name: statistics.median(seconds) for name, seconds in rounds.items()}
+    best = min((name for name in medians if name != "tuned"), key=lambda name: medians[name])
+    print(f"{workload}: {medians['tuned']:.3f} s, at best {medians[best]:.3f} s: {best}", file=sys.stderr, flush=True)
+    return {
+        "name": workload,
+        "num_all": len(others),
+        "num_that_fit": len(steps),
+        "num_near": len(near),
+        "tuning_seconds": took,
+        "began_seconds": statistics.median(steps[next(name for name in steps if _is_start(name))]),
+        "tuned": tuned.best.key,
+        "tuned_seconds": medians["tuned"],
+        "best": best,
+        "best_seconds": medians[best],
+        "rounds": rounds,
+        "first_turns": steps,
+    }
+
+
+def _is_start(name: str) -> bool:
+    return name == f"{', '.join(f'{state} nvme' for state in STATES)}, after_backward"
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything, as numbers."""
+    with scratch_folder(args.path, SPACE_BYTES) as folder:
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+        profile = of_one_rank(calibrate([folder]) if args.machine is None else read_machine(args.machine))
+        rows = [compare(workload, folder, profile, args) for workload in WORKLOADS]
+        return {
+            "machine": machine(folder),
+            "versions": versions("transformers"),
+            "rows": rows,
+            "checks": [_check_of(row) for row in rows],
+        }
+
+
+def _check_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    ratio = row["tuned_seconds"] / row["best_seconds"]
+    return check(f"{row['name']}: tuned, of the best", ratio, MOST_ABOVE_BEST, "lower")
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The table that is kept."""
+    where, found = result["machine"], result["versions"]
+    cores = f"{where['usable_cores']} cores of {where['cpu']}, {where['memory_bytes'] / GIB:.0f} GiB"
+    lines = [
+        "# Tuned, beside all that there is",
+        "",
+        f"{cores}; torch {found['torch']}. `python benchmarks/tune_beside_all.py DIR`: a Llama of 14 M parameters,",
+        f"{BATCH_SIZE} x {SEQUENCE_LENGTH} tokens a backward, fp32, clipping; medians of steps.",
+        "",
+        "| training | configurations | fit | began with | tuned | of the best | the best of all |",
+        "|---|---|---|---|---|---|---|",
+        *(_line(row) for row in result["rows"]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    cells = [
+        row["name"],
+        str(row["num_all"]),
+        str(row["num_that_fit"]),
+        *(format_seconds(row[name]) for name in ("began_seconds", "tuned_seconds")),
+        f"{row['tuned_seconds'] / row['best_seconds']:.2f}",
+        f"{format_seconds(row['best_seconds'])}: {row['best'].replace('_', ' ')}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("path", type=Path, help="folder on the drive")
+    parser.add_argument("--machine", type=Path, metavar="FILE", help="profile; else the machine is calibrated")
+    parser.add_argument("--trials", type=count, default=9, help="configurations that tune tries; 9")
+    parser.add_argument("--rounds", type=count, default=3, help="of those near the best; 3")
+    parser.add_argument("--steps", type=count, default=5, help="of a turn that count; 5")
+    parser.add_argument("--table", type=Path, metavar="FILE.md")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    """Run and report."""
+    args = arguments()
+    result = run(args)
+    tell(result, args.json)
+    if args.table is not None:
+        args.table.write_text(markdown(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
