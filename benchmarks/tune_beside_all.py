@@ -1,6 +1,6 @@
 """How near `zerooffload tune` comes to the best of all: each home of each state with each update mode, all tried.
 
-Three small trainings of this machine: with memory for everything, with too little of it, and with two backwards a step.
+Three small trainings of this machine: with ample memory, with less of it, and with two backwards a step.
 Each recipe begins with everything on nvme and nothing hidden. It is tuned; then all configurations take a turn, those
 that are near the best take further ones, in turns with what tune has found. The table tells what tune's took, and the
 fastest of the others, from the same rounds.
@@ -37,7 +37,7 @@ TIERS = ("host", "nvme")
 MODES = ("after_backward", "under_next_forward", "during_backward")
 WORKLOADS: Mapping[str, Mapping[str, Any]] = {
     "memory for all": {"host_memory": 4 * GIB, "accumulation": 1},
-    "too little memory": {"host_memory": 640 * MIB, "accumulation": 1},
+    "less memory": {"host_memory": 640 * MIB, "accumulation": 1},
     "two backwards": {"host_memory": GIB, "accumulation": 2},
 }
 SHAPE = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 6}
