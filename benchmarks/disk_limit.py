@@ -331,6 +331,13 @@ def tell(result: Mapping[str, Any], json_file: Path | None) -> None:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def on_what(result: Mapping[str, Any]) -> str:
+    """The machine and the torch of a benchmark's result, in words."""
+    where = result["machine"]
+    cores = f"{where['usable_cores']} cores of {where['cpu']}, {where['memory_bytes'] / GIB:.0f} GiB"
+    return f"{cores}; torch {result['versions']['torch']}"
+
+
 def refuse_wrong_bytes(checks: Sequence[Mapping[str, Any]]) -> None:
     """End with an error if a check of bytes failed: what moved is not a matter of speed."""
     if not all(item["ok"] for item in checks if "bytes" in item["name"]):

@@ -25,14 +25,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from disk_limit import check, count, machine, scratch_folder, tell, versions
+from disk_limit import check, count, machine, on_what, scratch_folder, tell, versions
 
 from zerooffload.calibration import calibrate
 from zerooffload.calibration.effort import Effort
 from zerooffload.config import TierName
 from zerooffload.formats import GIB, MIB, format_bytes, format_seconds
 from zerooffload.planner.cost import estimate
-from zerooffload.planner.plan import Plan
+from zerooffload.planner.plan import STATES, Plan
 from zerooffload.planner.profiles import MachineProfile, read_machine
 from zerooffload.train.planning import Planner
 from zerooffload.train.recipe import Recipe, recipe_from
@@ -45,7 +45,6 @@ SIZES: Mapping[str, Mapping[str, int]] = {
     "large": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 12},
 }
 """14, 34 and 76 M parameters."""
-STATES = ("params", "optimizer", "gradients")
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "all on host": {**dict.fromkeys(STATES, "host"), "update": "after_backward", "host_memory": 4 * GIB},
     "optimizer on nvme": {
@@ -211,8 +210,6 @@ def checks(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The table that is kept."""
-    where, found = result["machine"], result["versions"]
-    cores = f"{where['usable_cores']} cores of {where['cpu']}, {where['memory_bytes'] / GIB:.0f} GiB"
     batch = f"{BATCH_SIZE} x {SEQUENCE_LENGTH} tokens a backward"
     columns = (
         *("model", "placement", "update", "backwards", "predicted", "then", "measured", "off", "off then", "bytes off"),
@@ -221,7 +218,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [
         "# What plans said, and what came",
         "",
-        f"{cores}; torch {found['torch']}. `python benchmarks/plan_accuracy.py DIR`: {batch}, fp32; the norm is",
+        f"{on_what(result)}. `python benchmarks/plan_accuracy.py DIR`: {batch}, fp32; the norm is",
         "taken, and no clipping fires; medians.",
         "*Then* is what the plan says with the machine's rates of the minutes in which the steps ran; *bytes* those of",
         "the link that is off the most; *memory* what is leased, with activations.",

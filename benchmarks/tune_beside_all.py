@@ -22,19 +22,19 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from disk_limit import check, count, machine, scratch_folder, tell, versions
+from disk_limit import check, count, machine, on_what, scratch_folder, tell, versions
 
 from zerooffload.calibration import calibrate
+from zerooffload.config import UpdateMode
 from zerooffload.errors import ZeroOffloadError
 from zerooffload.formats import GIB, MIB, format_seconds
+from zerooffload.planner.plan import STATES
 from zerooffload.planner.profiles import MachineProfile, read_machine
 from zerooffload.train.recipe import Recipe, recipe_from
 from zerooffload.train.tuning.trial import Job, run_trial
 from zerooffload.train.tuning.tune import Effort, Tuning, of_one_rank
 
-STATES = ("params", "optimizer", "gradients")
 TIERS = ("host", "nvme")
-MODES = ("after_backward", "under_next_forward", "during_backward")
 WORKLOADS: Mapping[str, Mapping[str, Any]] = {
     "memory for all": {"host_memory": 4 * GIB, "accumulation": 1},
     "less memory": {"host_memory": 640 * MIB, "accumulation": 1},
@@ -69,14 +69,17 @@ def recipe_of(folder: Path, workload: str, **settings: Any) -> Recipe:
     )
 
 
+def name_of(homes: Sequence[str], mode: str) -> str:
+    """Of a configuration, in the table."""
+    return ", ".join([*map(" ".join, zip(STATES, homes, strict=True)), mode])
+
+
 def all_of(folder: Path, workload: str) -> dict[str, Recipe]:
     """Each home of each state, with each mode."""
     return {
-        f"{', '.join(f'{state} {tier}' for state, tier in zip(STATES, homes, strict=True))}, {mode}": recipe_of(
-            folder, workload, **dict(zip(STATES, homes, strict=True)), update=mode
-        )
+        name_of(homes, mode): recipe_of(folder, workload, **dict(zip(STATES, homes, strict=True)), update=mode)
         for homes in product(TIERS, repeat=len(STATES))
-        for mode in MODES
+        for mode in map(str, UpdateMode)
     }
 
 
@@ -93,7 +96,7 @@ def seconds_of(recipe: Recipe, args: argparse.Namespace) -> list[float]:
 def compare(workload: str, folder: Path, profile: MachineProfile, args: argparse.Namespace) -> dict[str, Any]:
     """Tune, then try everything."""
     begin = time.perf_counter()
-    start = recipe_of(folder, workload, **dict.fromkeys(STATES, "nvme"), update="after_backward")
+    start = recipe_of(folder, workload, **dict.fromkeys(STATES, "nvme"), update=str(UpdateMode.AFTER_BACKWARD))
     effort = Effort(num_trials=args.trials, num_steps=args.steps)
     tuned = Tuning(start, profile, folder / "trials.json", effort).tune()
     took = time.perf_counter() - begin
@@ -117,7 +120,7 @@ def compare(workload: str, folder: Path, profile: MachineProfile, args: argparse
         "num_that_fit": len(steps),
         "num_near": len(near),
         "tuning_seconds": took,
-        "began_seconds": statistics.median(steps[next(name for name in steps if _is_start(name))]),
+        "began_seconds": statistics.median(steps[name_of(["nvme"] * len(STATES), UpdateMode.AFTER_BACKWARD)]),
         "tuned": tuned.best.key,
         "tuned_seconds": medians["tuned"],
         "best": best,
@@ -125,10 +128,6 @@ def compare(workload: str, folder: Path, profile: MachineProfile, args: argparse
         "rounds": rounds,
         "first_turns": steps,
     }
-
-
-def _is_start(name: str) -> bool:
-    return name == f"{', '.join(f'{state} nvme' for state in STATES)}, after_backward"
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -153,12 +152,10 @@ def _check_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The table that is kept."""
-    where, found = result["machine"], result["versions"]
-    cores = f"{where['usable_cores']} cores of {where['cpu']}, {where['memory_bytes'] / GIB:.0f} GiB"
     lines = [
         "# Tuned, beside all that there is",
         "",
-        f"{cores}; torch {found['torch']}. `python benchmarks/tune_beside_all.py DIR`: a Llama of 14 M parameters,",
+        f"{on_what(result)}. `python benchmarks/tune_beside_all.py DIR`: a Llama of 14 M parameters,",
         f"{BATCH_SIZE} x {SEQUENCE_LENGTH} tokens a backward, fp32, clipping; medians of steps.",
         "",
         "| training | configurations | fit | began with | tuned | of the best | the best of all |",
@@ -180,7 +177,7 @@ def _line(row: Mapping[str, Any]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="folder on the drive")
@@ -190,7 +187,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=count, default=5, help="of a turn that count; 5")
     parser.add_argument("--table", type=Path, metavar="FILE.md")
     parser.add_argument("--json", type=Path, metavar="FILE")
-    return parser.parse_args(words)
+    return parser.parse_args()
 
 
 def main() -> None:

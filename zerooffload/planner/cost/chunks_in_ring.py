@@ -54,7 +54,7 @@ class ChunksInRing:
             Whether others' updates are under way, so that what does not stay for the next update has gone.
         """
         if is_beside_update:
-            return self.kept.get(name, 0.0)
+            return self.part_for_update(name)
         held = self.held.get(name, 0.0)
         if is_first and self._goes_round and not self._goes_ahead and name in self.held:
             # Its update was a moment ago: the last chunk's slot has not been taken for another unit's yet.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from zerooffload.config import MomentFormat, OffloadConfig, TierName
+from zerooffload.config import MomentFormat, OffloadConfig, TierName, UpdateMode
 from zerooffload.errors import BudgetError, ConfigError
 from zerooffload.planner.find import settings_of
 from zerooffload.planner.plan import STATES, Homes, Plan
@@ -16,7 +16,6 @@ from zerooffload.planner.profiles import MachineProfile
 from zerooffload.train.planning import Planner
 from zerooffload.train.recipe import Recipe
 
-_UPDATES = ("after_backward", "under_next_forward", "during_backward")
 _ACTIVATIONS = ("keep", "device", "host", "nvme")
 _MOMENTS: Sequence[MomentFormat] = ("fp32", "bf16", "8bit")
 _FREE = dict.fromkeys([*STATES, "update", "activations"], "auto")
@@ -134,7 +133,7 @@ class Surroundings:
     def _neighbours(self, centre: Configuration) -> Iterator[dict[str, Any]]:
         """Changes of one setting each."""
         config = centre.recipe.offload
-        for update in _UPDATES:
+        for update in map(str, UpdateMode):
             yield {"update": update}
         for size in _next_sizes(self._recipe.training.batch_size, config.slice_size):
             yield {"micro_batch_size": size, **({"activations": "auto"} if config.activations == "keep" else {})}
