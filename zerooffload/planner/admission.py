@@ -141,16 +141,19 @@ def fit(placement: Placement, limits: Limits) -> AnnouncedPlan | Misfit:
     collection = placement.collection
     # Twice the largest lets one unit's gradients leave while the next one's gather.
     wish = min(collection.most_nbytes, 2 * collection.least_nbytes)
-    plans = [_fit_collecting(placement, limits, nbytes) for nbytes in (wish, collection.least_nbytes)]
+    fixed = tuple(placement.fixed_claims())
+    plans = [_fit_collecting(placement, fixed, limits, nbytes) for nbytes in (wish, collection.least_nbytes)]
     for plan in plans:
         if isinstance(plan, AnnouncedPlan) and plan.leaves_spare:
             return plan
     return plans[0] if isinstance(plans[0], AnnouncedPlan) else plans[1]
 
 
-def _fit_collecting(placement: Placement, limits: Limits, collection_nbytes: int) -> AnnouncedPlan | Misfit:
+def _fit_collecting(
+    placement: Placement, fixed: tuple[Claim, ...], limits: Limits, collection_nbytes: int
+) -> AnnouncedPlan | Misfit:
     window = placement.window
-    claims = (*placement.fixed_claims(), *_claim(_COLLECTION, collection_nbytes))
+    claims = (*fixed, *_claim(_COLLECTION, collection_nbytes))
     least = (*claims, *_claim(_WINDOW, window.least_nbytes))
     misfit = _first_misfit(least, limits)
     if misfit is not None:

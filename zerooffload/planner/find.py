@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from glob import escape
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from zerooffload.config import ActivationChoice, MomentFormat, OffloadConfig, TierName, UpdateMode
-from zerooffload.errors import BudgetError, ConfigError, InternalError
+from zerooffload.errors import BudgetError, ConfigError
 from zerooffload.planner.admission import DEFAULT_PART, UNBOUNDED_NBYTES, AnnouncedPlan, Limits
 from zerooffload.planner.block_inputs import inputs_nbytes
-from zerooffload.planner.cost import StepKind, estimate, speeds_of
+from zerooffload.planner.cost import Estimate, StepKind, estimate, speeds_of
 from zerooffload.planner.cost.demand import may_go_ahead
 from zerooffload.planner.cost.memory import activation_bytes
 from zerooffload.planner.cost.step import floor_seconds
@@ -65,6 +66,31 @@ class Request:
     may_use_moments: Sequence[MomentFormat] = ()
 
 
+@dataclass(frozen=True)
+class _Variant:
+    """Settings that are fixed but for homes, and what the model asks for under them."""
+
+    wish: Wish
+    model: ModelProfile
+
+    def kind_of(self, plan: AnnouncedPlan) -> StepKind:
+        """What kind of steps a plan's are."""
+        return replace(self.wish.kind, schedule=_schedule(self.wish.problem.config, plan))
+
+    def least_seconds(self, plan: AnnouncedPlan) -> float:
+        """What a step of a plan takes at least."""
+        return floor_seconds(plan, self.model, self.wish.speeds, self.kind_of(plan))
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Homes that fit, and what a step takes then."""
+
+    variant: _Variant
+    announced: AnnouncedPlan
+    estimate: Estimate
+
+
 def find_plan(request: Request) -> Plan:
     """The plan.
 
@@ -76,19 +102,58 @@ def find_plan(request: Request) -> Plan:
     ConfigError
         If a setting or the machine's profile cannot work as given.
     """
-    plans: list[Plan] = []
-    refused: BudgetError | None = None
+    best: _Found | None = None
+    refused: list[BudgetError | Wish] = []
     for config in _variants(request):
-        if plans and config.activations not in ("auto", request.config.activations):
+        if best is not None and config.activations not in ("auto", request.config.activations):
             # What computes less again is quicker.
             continue
         try:
-            plans.append(_plan_of(request, config))
+            variant = _variant_of(request, config)
         except BudgetError as error:
-            refused = refused or error
-    if not plans:
-        raise refused or InternalError("nothing was planned")
-    return min(plans, key=lambda plan: plan.estimate.seconds)
+            refused.append(error)
+            continue
+        fitting = list(candidates(variant.wish))
+        if not fitting:
+            refused.append(variant.wish)
+        best = _quickest(request, variant, fitting, best) or best
+    if best is None:
+        first = refused[0]
+        raise shortfall(first) if isinstance(first, Wish) else first
+    return _plan_of(request, best)
+
+
+def _quickest(
+    request: Request, variant: _Variant, plans: Sequence[AnnouncedPlan], best: _Found | None
+) -> _Found | None:
+    """Of these plans the one with the shortest step; None if none is quicker than what was found before."""
+    floors = {id(plan): variant.least_seconds(plan) for plan in plans}
+    found: list[_Found] = []
+    for plan in best_first(plans, lambda plan: floors[id(plan)])[:_MOST_RUN_ON_PAPER]:
+        # A step takes no less than its floor.
+        if floors[id(plan)] < min((other.estimate.seconds for other in (best, *found) if other), default=inf):
+            kind, baseline = variant.kind_of(plan), request.baseline_bytes
+            of_plan = estimate(plan, variant.model, request.machine, kind, baseline_bytes=baseline)
+            found.append(_Found(variant, plan, of_plan))
+    chosen = next(iter(best_first(found, lambda one: one.estimate.seconds)), None)
+    if chosen is None or best is None:
+        return chosen
+    return chosen if chosen.estimate.seconds < best.estimate.seconds else None
+
+
+def _plan_of(request: Request, found: _Found) -> Plan:
+    variant, announced = found.variant, found.announced
+    problem, kind, homes = variant.wish.problem, variant.kind_of(announced), homes_of(announced)
+    return Plan(
+        machine=request.machine,
+        model=variant.model,
+        announced=announced,
+        kind=kind,
+        settings=_settings(request, problem.config, homes, kind) | _budgets(request.config, announced.limits),
+        homes=homes,
+        estimate=found.estimate,
+        reasons=reasons_of(problem, homes, announced, variant.least_seconds),
+    )
 
 
 def _variants(request: Request) -> Iterator[OffloadConfig]:
@@ -116,41 +181,13 @@ def _activations(config: OffloadConfig) -> list[ActivationChoice]:
     return ["auto", "host", "nvme"] if config.nvme_paths else ["auto", "host"]
 
 
-def _plan_of(request: Request, config: OffloadConfig) -> Plan:
-    """The best homes under settings that are fixed but for them."""
+def _variant_of(request: Request, config: OffloadConfig) -> _Variant:
     problem = request.problem_of(config)
-    profile = request.profile_of(_slice_size(request, config))
+    model = request.profile_of(_slice_size(request, config))
     kind = _kind(request, config, problem)
     if problem.block_inputs.homes:
-        config = _with_room_for_inputs(config, problem, profile, kind)
-        problem = request.problem_of(config)
-    wish = _wish(request, problem, profile, kind)
-
-    def kind_of(plan: AnnouncedPlan) -> StepKind:
-        return replace(kind, schedule=_schedule(config, plan))
-
-    def least_seconds(plan: AnnouncedPlan) -> float:
-        return floor_seconds(plan, profile, wish.speeds, kind_of(plan))
-
-    best = best_first(candidates(wish), least_seconds)[:_MOST_RUN_ON_PAPER]
-    if not best:
-        raise shortfall(wish)
-    estimates = {
-        id(plan): estimate(plan, profile, request.machine, kind_of(plan), baseline_bytes=request.baseline_bytes)
-        for plan in best
-    }
-    announced, *_ = best_first(best, lambda plan: estimates[id(plan)].seconds)
-    kind, homes = kind_of(announced), homes_of(announced)
-    return Plan(
-        machine=request.machine,
-        model=profile,
-        announced=announced,
-        kind=kind,
-        settings=_settings(request, config, homes, kind) | _budgets(request.config, announced.limits),
-        homes=homes,
-        estimate=estimates[id(announced)],
-        reasons=reasons_of(problem, homes, announced, least_seconds),
-    )
+        problem = request.problem_of(_with_room_for_inputs(config, problem, model, kind))
+    return _Variant(_wish(request, problem, model, kind), model)
 
 
 def _with_room_for_inputs(

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 
 import torch
 
@@ -28,6 +29,7 @@ from zerooffload.journal import record_capacity
 from zerooffload.journal.history import NUM_RECORDS
 from zerooffload.optim.record import OptimizerStates
 from zerooffload.planner.stages import STAGE_3, Sharding
+from zerooffload.sharding.grouping import modules_around
 from zerooffload.sharding.layout import FlatLayout
 from zerooffload.tiers import FILE_ALIGNMENT_BYTES, Kept, Part, RecordLayout
 from zerooffload.tiers.records import CHUNK_ALIGNMENT_NUMEL
@@ -499,13 +501,26 @@ def _ranges(unit: UnitPlacement, reach: Reach, wanted: Callable[[FlatPlacement],
 
 
 def _window_need(units: Sequence[UnitPlacement], nbytes_of: dict[str, int]) -> WindowNeed:
-    """At any time the units of one hook point are in use, and those of the points around it, the root's always."""
-    least = 0
-    for point in units:
-        around = [unit for unit in units if unit is units[-1] or f"{point.name}.".startswith(f"{unit.name}.")]
-        used = {name for unit in around for name in unit.needs}
-        least = max(least, sum(nbytes_of[name] for name in used))
+    together = _used_together(tuple((unit.name, unit.needs) for unit in units))
+    least = max((sum(nbytes_of[name] for name in used) for used in together), default=0)
     return WindowNeed(least, sum(nbytes_of.values()))
+
+
+@lru_cache(maxsize=8)
+def _used_together(points: tuple[tuple[str, tuple[str, ...]], ...]) -> tuple[frozenset[str], ...]:
+    """Units that are in use at the same time, for each hook point: its own, those of the points around it, the root's.
+
+    Parameters
+    ----------
+    points : tuple
+        Name of each, and the units that it needs; the root last.
+    """
+    needs = dict(points)
+    together = []
+    for name, _ in points:
+        around = {*modules_around(name), points[-1][0]}
+        together.append(frozenset(unit for point in around for unit in needs.get(point, ())))
+    return tuple(together)
 
 
 def _slot_nbytes(flat: FlatPlacement, reach: Reach) -> int:

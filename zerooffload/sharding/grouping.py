@@ -56,6 +56,12 @@ class UnitModules:
 ROOT_NAME = "(root)"
 
 
+def modules_around(name: str) -> list[str]:
+    """The names of a module and of those that it is in, the outermost first; the model itself is not among them."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+
+
 def find_units(model: nn.Module, spec: UnitSpec) -> list[UnitModules]:
     """Cut `model` into units, in the order of its modules, the root last.
 
@@ -119,7 +125,7 @@ def _automatic(model: nn.Module) -> IsUnit:
     def is_unit(name: str, module: nn.Module) -> bool:
         if name in blocks:
             return True
-        if any(name.startswith(f"{block}.") for block in blocks):
+        if blocks.intersection(modules_around(name)):
             return False
         return isinstance(module, nn.Embedding) or module is head
 

@@ -101,10 +101,22 @@ class RecordLayout:
         stop = min(start + self.chunk_numel, self.shard_numel)
         return shard * self.shard_numel + start, shard * self.shard_numel + stop
 
+    @property
+    def chunk_numels(self) -> list[int]:
+        """Elements of each chunk."""
+        full, last = self._chunks_of_shard
+        return [*[self.chunk_numel] * full, *last] * len(self.shards)
+
+    def total(self, nbytes_of: Callable[[int], int]) -> int:
+        """Over all chunks, of what `nbytes_of` tells of one with so many elements."""
+        full, last = self._chunks_of_shard
+        of_shard = sum(map(nbytes_of, last), full * nbytes_of(self.chunk_numel) if full else 0)
+        return len(self.shards) * of_shard
+
     def record_nbytes(self, chunk: int) -> int:
         """Bytes of a record in memory."""
         start, stop = self.chunk_range(chunk)
-        return sum(_part_nbytes(part, stop - start) for part in self.parts)
+        return self._record_nbytes(stop - start)
 
     def file_nbytes(self, chunk: int) -> int:
         """Bytes of a record on a file, and in the buffer of its transfer."""
@@ -118,17 +130,17 @@ class RecordLayout:
     @cached_property
     def memory_nbytes(self) -> int:
         """Bytes of all records in memory."""
-        return len(self.shards) * self._shard_memory_nbytes
+        return self.total(self._record_nbytes)
 
     @cached_property
     def total_file_nbytes(self) -> int:
         """Bytes of all records on a file."""
-        return len(self.shards) * self._sum_over_shard(self.file_nbytes)
+        return self.total(lambda numel: round_up(self._record_nbytes(numel), FILE_ALIGNMENT_BYTES))
 
     def record_offset(self, chunk: int) -> int:
         """Where a record starts in memory, in bytes: all before it in its shard are full chunks."""
         shard, number = divmod(chunk, self._chunks_per_shard)
-        before = (shard - self.shards.start) * self._shard_memory_nbytes
+        before = (shard - self.shards.start) * (self.memory_nbytes // len(self.shards))
         return before + number * self.record_nbytes(shard * self._chunks_per_shard)
 
     def split(self, chunk: int, record: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -153,14 +165,14 @@ class RecordLayout:
     def _chunks_per_shard(self) -> int:
         return -(-self.shard_numel // self.chunk_numel)
 
-    @cached_property
-    def _shard_memory_nbytes(self) -> int:
-        return self._sum_over_shard(self.record_nbytes)
+    @property
+    def _chunks_of_shard(self) -> tuple[int, list[int]]:
+        """How many chunks of a shard are full but for the last, and the elements of that, if there is one."""
+        full = max(0, self._chunks_per_shard - 1)
+        return full, [self.shard_numel - full * self.chunk_numel] if self._chunks_per_shard else []
 
-    def _sum_over_shard(self, nbytes_of: Callable[[int], int]) -> int:
-        """Over the chunks of a shard: all are like the first, but for the last."""
-        last = self._chunks_per_shard - 1
-        return last * nbytes_of(0) + nbytes_of(last) if last >= 0 else 0
+    def _record_nbytes(self, numel: int) -> int:
+        return sum(_part_nbytes(part, numel) for part in self.parts)
 
 
 def _part_nbytes(part: Part, numel: int) -> int:

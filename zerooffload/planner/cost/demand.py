@@ -34,7 +34,15 @@ class Demand:
     host_traffic: float = 0.0
 
     def __add__(self, other: Demand) -> Demand:
-        return Demand(**{item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(Demand)})
+        return Demand(
+            nvme_read=self.nvme_read + other.nvme_read,
+            nvme_written=self.nvme_written + other.nvme_written,
+            copy_in=self.copy_in + other.copy_in,
+            copy_out=self.copy_out + other.copy_out,
+            gathered=self.gathered + other.gathered,
+            reduced=self.reduced + other.reduced,
+            host_traffic=self.host_traffic + other.host_traffic,
+        )
 
     def mean_with(self, other: Demand) -> Demand:
         """Half of both."""
@@ -143,14 +151,8 @@ def _unit_demand(unit: UnitPlacement, placement: Placement) -> UnitDemand:
             _own_file_nbytes(state, flat) for flat in trained for state in _changed(flat) if _is_far(state)
         ),
         checked_nbytes=sum(_written_nbytes(flat) for flat in trained),
-        chunk_numels=[numel for flat in trained for numel in _chunk_numels(flat)],
+        chunk_numels=[numel for flat in trained if flat.optimizer for numel in flat.optimizer.layout.chunk_numels],
     )
-
-
-def _chunk_numels(flat: FlatPlacement) -> list[int]:
-    layout = flat.param.layout if flat.optimizer is None else flat.optimizer.layout
-    edges = (layout.chunk_range(chunk) for chunk in layout.chunks)
-    return [stop - start for start, stop in edges]
 
 
 def _is_far(state: StatePlacement) -> bool:
@@ -238,8 +240,8 @@ def _leaving(flat: FlatPlacement, placement: Placement, *, is_first: bool) -> De
 
 def _staged_nbytes(flat: FlatPlacement, gradient: StatePlacement) -> int:
     """Of gradients that come through staging slots: chunk by chunk, in whole file blocks."""
-    edges = (gradient.layout.chunk_range(chunk) for chunk in gradient.layout.chunks)
-    return sum(round_up((stop - start) * flat.layout.dtype.itemsize, FILE_ALIGNMENT_BYTES) for start, stop in edges)
+    itemsize = flat.layout.dtype.itemsize
+    return gradient.layout.total(lambda numel: round_up(numel * itemsize, FILE_ALIGNMENT_BYTES))
 
 
 def _num_own(flat: FlatPlacement) -> int:

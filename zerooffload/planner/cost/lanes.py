@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 Loads = Mapping[str, float]
 
@@ -36,8 +38,7 @@ class Pair:
     capacity: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(NamedTuple):
     """Something to do.
 
     Attributes
@@ -60,7 +61,7 @@ class Task:
     seconds: float
     after: Sequence[int] = ()
     rank: int = 0
-    loads: Loads = field(default_factory=dict)
+    loads: Loads = MappingProxyType({})
     takes: str = ""
     frees: str = ""
     name: str = ""

@@ -251,8 +251,10 @@ class _Steps:
             whole = [unit for unit in self._needs[name] if self._last_use[unit] == name]
             added = sum(self._demands[unit].gradient_at_home for unit in whole)
             seconds += added * (2 if is_first else 3) / self._speeds.host_memory
+            # What the first visit waits for is over at the later ones.
+            stepped, self._stepped = self._stepped, []
             # A device's host runs ahead of it; a thread that computes waits for what departs at the latest.
-            waits = [*self._stepped, *(self._departures[-2] if len(self._departures) > 1 else ())]
+            waits = [*stepped, *(self._departures[-2] if len(self._departures) > 1 else ())]
             self._visit(name, seconds, "backward", [*waits, *self._bring_input(name)])
             departed = [task for unit in whole for task in self._leave(unit, is_first=is_first)]
             if departed:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from math import prod
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from zerooffload.planner.problem import PlacementProblem, choices_of
 from zerooffload.planner.profiles import ModelProfile
 from zerooffload.planner.search.homes import WORTH, Counts, HomeSearch, Setting
 from zerooffload.planner.search.kinds import TIERS, Kind, Vector, kinds_of
+
+T = TypeVar("T")
 
 _MOST_COMBINATIONS = 1000
 _MOST_TRIES = 12
@@ -74,10 +77,10 @@ def candidates(wish: Wish) -> Iterator[AnnouncedPlan]:
         yield from islice((plan for choices in _by_kind(wish) for plan in _fitting(wish, choices)), 1)
 
 
-def best_first(plans: Iterable[AnnouncedPlan], seconds_of: Callable[[AnnouncedPlan], float]) -> list[AnnouncedPlan]:
+def best_first(plans: Iterable[T], seconds_of: Callable[[T], float]) -> list[T]:
     """The quickest first; of those that are as quick but for a thousandth, the one that came first."""
     timed = [(seconds_of(plan), number, plan) for number, plan in enumerate(plans)]
-    ordered: list[AnnouncedPlan] = []
+    ordered: list[T] = []
     while timed:
         least = min(seconds for seconds, _, _ in timed)
         chosen = next(item for item in timed if item[0] <= least * (1 + WORTH))

@@ -2,7 +2,8 @@
 
 All begin where they cost least. While a tier holds more than its budget, that unit moves whose move costs the step
 least for what it relieves (a multiple-choice knapsack with several constraints; the greedy rule by efficiency is that
-of Sinha and Zoltners, "The multiple-choice knapsack problem", 1979). Afterwards any move, or a move together with what
+of Sinha and Zoltners, "The multiple-choice knapsack problem", 1979); units of a kind move together while that move
+stays the one. Afterwards any move, or a move together with what
 makes room for it, is made that shortens the step.
 """
 
@@ -10,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise, permutations
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zerooffload.config import UpdateMode
 from zerooffload.planner.cost import Speeds, StepKind
-from zerooffload.planner.search.kinds import RESOURCES, Kind, Vector
+from zerooffload.planner.search.kinds import RESOURCES, TIERS, Kind, Vector
 
 Counts = list[NDArray[np.int64]]
 """For each kind, how many of its units have each combination of homes."""
@@ -26,17 +29,11 @@ _TIE = 1e-3
 asks for less."""
 WORTH = 1e-3
 """Of a step: a smaller gain is none, and leaves states where they are."""
+_LEAST_RELIEF = 1e-12
 _MOST_REPAIRS = 64
 _MOST_TRIED = 8
 _MOST_BETTERINGS = 200
 _READ, _WRITE, _CPU, _COMPUTE = (RESOURCES.index(name) for name in ("read", "write", "cpu", "compute"))
-
-
-@dataclass(frozen=True)
-class _Move:
-    kind: int
-    source: int
-    target: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,114 +64,115 @@ class Setting:
 
 
 class HomeSearch:
-    """The search over counts."""
+    """The search over counts: of all kinds in one vector here, with a row of what each costs."""
 
     def __init__(self, kinds: Sequence[Kind], setting: Setting) -> None:
-        self._kinds = kinds
         self._setting = setting
-        self._tables = [
-            np.array(
-                [
-                    np.concatenate(
-                        [cost.nbytes, [cost.moving_nbytes], cost.first, cost.again, cost.backward, cost.update]
-                    )
-                    for cost in kind.costs
-                ]
-            )
+        self._num_units = [len(kind.units) for kind in kinds]
+        self._places = np.cumsum([0, *(len(kind.costs) for kind in kinds)])
+        costs = [
+            np.concatenate([cost.nbytes, [cost.moving_nbytes], cost.first, cost.again, cost.backward, cost.update])
             for kind in kinds
+            for cost in kind.costs
         ]
+        self._costs = np.array(costs).reshape(len(costs), len(TIERS) + 1 + 4 * len(RESOURCES))
+        pairs = [pair for start, stop in pairwise(self._places) for pair in permutations(range(start, stop), 2)]
+        # Of each move of a unit, the place that it leaves and the one that it takes.
+        self._sources, self._targets = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        self._changes = self._costs[self._targets] - self._costs[self._sources]
 
     def run(self) -> Counts | None:
         """The best that was found; None if nothing fits."""
         counts = self._cheapest()
-        if not self._repair(counts, most=sum(len(kind.units) for kind in self._kinds) * 4):
+        if not self._repair(counts, most=sum(self._num_units) * 4):
             return None
         self._better(counts)
+        return [counts[start:stop] for start, stop in pairwise(self._places)]
+
+    def _cheapest(self) -> NDArray[np.int64]:
+        counts = np.zeros(len(self._costs), dtype=np.int64)
+        for num_units, (start, stop) in zip(self._num_units, pairwise(self._places), strict=True):
+            seconds = self._seconds(self._costs[start:stop] * num_units)
+            counts[start + int(np.argmin(seconds))] = num_units
         return counts
 
-    def seconds(self, counts: Counts) -> float:
-        """What a step takes at least."""
-        return float(self._seconds(self._totals(counts)[None])[0])
+    def _repair(self, counts: NDArray[np.int64], *, most: int) -> bool:
+        """Move units until everything fits; whether it does. At most so many."""
+        last, times = -1, 1
+        while most > 0:
+            found = self._most_efficient(counts)
+            if found is None:
+                return self._fits(counts)
+            move, num_needed = found
+            possible = min(most, num_needed, int(counts[self._sources[move]]))
+            times = min(possible, 2 * times) if move == last else 1
+            while times > 1 and not self._stays_most_efficient(counts, move, times):
+                times //= 2
+            self._make(counts, move, times)
+            last, most = move, most - times
+        return self._fits(counts)
 
-    def _cheapest(self) -> Counts:
-        counts: Counts = []
-        for kind, table in zip(self._kinds, self._tables, strict=True):
-            costs = self._seconds(table * len(kind.units))
-            chosen = np.zeros(len(kind.costs), dtype=np.int64)
-            chosen[int(np.argmin(costs))] = len(kind.units)
-            counts.append(chosen)
-        return counts
+    def _most_efficient(self, counts: NDArray[np.int64]) -> tuple[int, int] | None:
+        """The move whose cost is least for what it relieves, and how many like it relieve all.
 
-    def _repair(self, counts: Counts, *, most: int) -> bool:
-        """Move units until everything fits; whether it does."""
-        for _ in range(most):
-            totals = self._totals(counts)
-            over = float(self._over(totals[None])[0])
-            if over <= 0:
-                return True
-            moves = self._moves(counts)
-            if not moves:
-                return False
-            after = totals + self._changes(moves)
-            relief = over - self._over(after)
-            cost = self._seconds(after) - self._seconds(totals[None])
-            useful = relief > 1e-12
-            if not useful.any():
-                return False
-            worth = np.where(useful, cost / np.maximum(relief, 1e-12), np.inf)
-            self._make(counts, moves[int(np.argmin(worth))])
-        return False
+        None if there is nothing to relieve, or no move that does.
+        """
+        moves = np.flatnonzero(counts[self._sources])
+        over, seconds = self._with_each(counts, moves)
+        relief = over[0] - over[1:]
+        useful = relief > _LEAST_RELIEF
+        if over[0] <= 0 or not useful.any():
+            return None
+        worth = np.where(useful, (seconds[1:] - seconds[0]) / np.maximum(relief, _LEAST_RELIEF), np.inf)
+        best = int(np.argmin(worth))
+        return int(moves[best]), ceil(over[0] / relief[best])
 
-    def _better(self, counts: Counts) -> None:
+    def _stays_most_efficient(self, counts: NDArray[np.int64], move: int, times: int) -> bool:
+        """Whether a move that is the most efficient one is still, before it is made for the last of so many times."""
+        later = counts.copy()
+        self._make(later, move, times - 1)
+        found = self._most_efficient(later)
+        return found is not None and found[0] == move
+
+    def _fits(self, counts: NDArray[np.int64]) -> bool:
+        return bool(self._over(self._totals(counts)[None])[0] <= 0)
+
+    def _better(self, counts: NDArray[np.int64]) -> None:
         for _ in range(_MOST_BETTERINGS):
             if not self._better_once(counts):
                 return
 
-    def _better_once(self, counts: Counts) -> bool:
-        totals = self._totals(counts)
-        now = float(self._seconds(totals[None])[0])
-        moves = self._moves(counts)
-        if not moves:
-            return False
-        after = totals + self._changes(moves)
-        seconds, over = self._seconds(after), self._over(after)
-        fitting = np.where(over <= 0, seconds, np.inf)
-        best = int(np.argmin(fitting))
-        if fitting[best] < now * (1 - WORTH):
-            self._make(counts, moves[best])
+    def _better_once(self, counts: NDArray[np.int64]) -> bool:
+        moves = np.flatnonzero(counts[self._sources])
+        over, seconds = self._with_each(counts, moves)
+        worthwhile = seconds[0] * (1 - WORTH)
+        fitting = np.where(over[1:] <= 0, seconds[1:], np.inf)
+        if fitting.min(initial=np.inf) < worthwhile:
+            self._make(counts, int(moves[np.argmin(fitting)]))
             return True
-        wanted = [number for number in np.argsort(seconds) if over[number] > 0 and seconds[number] < now * (1 - WORTH)]
-        return any(self._try_with_repair(counts, moves[number], now) for number in wanted[:_MOST_TRIED])
+        quicker = [move for move in np.argsort(seconds[1:]) if over[1 + move] > 0 and seconds[1 + move] < worthwhile]
+        return any(self._try_with_repair(counts, int(moves[move]), worthwhile) for move in quicker[:_MOST_TRIED])
 
-    def _try_with_repair(self, counts: Counts, move: _Move, now: float) -> bool:
-        tried = [count.copy() for count in counts]
+    def _try_with_repair(self, counts: NDArray[np.int64], move: int, worthwhile: float) -> bool:
+        tried = counts.copy()
         self._make(tried, move)
-        if not self._repair(tried, most=_MOST_REPAIRS) or self.seconds(tried) >= now * (1 - WORTH):
+        if not self._repair(tried, most=_MOST_REPAIRS) or self._seconds(self._totals(tried)[None])[0] >= worthwhile:
             return False
-        for count, other in zip(counts, tried, strict=True):
-            count[:] = other
+        counts[:] = tried
         return True
 
-    def _moves(self, counts: Counts) -> list[_Move]:
-        return [
-            _Move(kind, int(source), target)
-            for kind, count in enumerate(counts)
-            for source in np.flatnonzero(count)
-            for target in range(len(count))
-            if target != source
-        ]
+    def _with_each(self, counts: NDArray[np.int64], moves: NDArray[np.int64]) -> tuple[Vector, Vector]:
+        """By how much budgets are exceeded and what a step takes, without a move and with each of these."""
+        totals = self._totals(counts)
+        plans = np.vstack([totals, totals + self._changes[moves]])
+        return self._over(plans), self._seconds(plans)
 
-    def _changes(self, moves: Sequence[_Move]) -> NDArray[np.float64]:
-        return np.array([self._tables[move.kind][move.target] - self._tables[move.kind][move.source] for move in moves])
+    def _make(self, counts: NDArray[np.int64], move: int, times: int = 1) -> None:
+        counts[self._sources[move]] -= times
+        counts[self._targets[move]] += times
 
-    @staticmethod
-    def _make(counts: Counts, move: _Move) -> None:
-        counts[move.kind][move.source] -= 1
-        counts[move.kind][move.target] += 1
-
-    def _totals(self, counts: Counts) -> Vector:
-        parts = [count @ table for count, table in zip(counts, self._tables, strict=True)]
-        return np.sum(parts, axis=0) if parts else np.zeros(0)
+    def _totals(self, counts: NDArray[np.int64]) -> Vector:
+        return np.asarray(counts @ self._costs)
 
     def _over(self, totals: NDArray[np.float64]) -> Vector:
         """By how much budgets are exceeded, in budgets; `totals` is [plans, features]."""
@@ -184,14 +182,13 @@ class HomeSearch:
     def _seconds(self, totals: NDArray[np.float64]) -> Vector:
         """Of each of several plans; see docs/overlap.md."""
         setting, step = self._setting, self._setting.step
-        first, again, backward, update = np.split(totals[:, 4:], 4, axis=1)
-        away = 1 - self._held_part(totals)[:, None]
-        forward, back = np.zeros_like(first), np.zeros_like(first)
-        forward[:, _COMPUTE] += setting.forward_seconds
-        back[:, _COMPUTE] += setting.backward_seconds
+        first, again, backward, update = totals[:, 4:].reshape(len(totals), 4, len(RESOURCES)).transpose(1, 0, 2)
+        again = again * (1 - self._held_part(totals)[:, None])
+        forward, back = np.zeros(len(RESOURCES)), np.zeros(len(RESOURCES))
+        forward[_COMPUTE], back[_COMPUTE] = setting.forward_seconds, setting.backward_seconds
         first_forward = first + forward
-        one_backward = away * again + backward / step.accumulation + back
-        others = (step.accumulation - 1) * (away * again + forward + one_backward)
+        one_backward = again + backward / step.accumulation + back
+        others = (step.accumulation - 1) * (again + forward + one_backward)
         match step.schedule:
             case UpdateMode.AFTER_BACKWARD:
                 parts = [first_forward + one_backward + others, update]
@@ -199,7 +196,8 @@ class HomeSearch:
                 parts = [first_forward + update, one_backward + others]
             case UpdateMode.DURING_BACKWARD:
                 parts = [first_forward + one_backward + update, others]
-        return np.asarray(np.sum([self._busiest(part) for part in parts], axis=0))
+        busiest = self._busiest(np.concatenate(parts)).reshape(len(parts), len(totals))
+        return np.asarray(busiest.sum(axis=0))
 
     def _held_part(self, totals: NDArray[np.float64]) -> Vector:
         tier, moving = self._setting.window_tier, totals[:, 3]
@@ -211,5 +209,5 @@ class HomeSearch:
         together = 2 * np.minimum(read, write)
         drive = read + write - together + together / self._setting.speeds.drive_mix
         cores = part[:, _CPU] + part[:, _COMPUTE] if self._setting.shares_host else part[:, _CPU]
-        busiest = np.max(np.stack([drive, cores, *part.T]), axis=0)
+        busiest = np.maximum(np.maximum(drive, cores), part.max(axis=1))
         return np.asarray(busiest + _TIE * part.sum(axis=1))
