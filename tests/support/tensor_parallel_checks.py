@@ -250,6 +250,9 @@ def refused(_rank: int, _world_size: int) -> dict[str, str]:
 
     ones, hooked = torch.ones(8, 8), cut()
     hooked.head.weight.register_hook(lambda grad: grad)
+    hooked_at_node = cut()
+    node = torch.autograd.graph.get_gradient_edge(hooked_at_node.head.weight).node
+    node.register_prehook(lambda grads: grads)
     compiled = cut()
     compiled.blocks[0].compile()
     return {
@@ -265,6 +268,7 @@ def refused(_rank: int, _world_size: int) -> dict[str, str]:
         "compiled": said(compiled),
         "weights": said(cut(), weights="folder"),
         "hook": said(hooked, zo.OffloadConfig(compute_dtype="bf16")),
+        "hook of a node": said(hooked_at_node, zo.OffloadConfig(compute_dtype="bf16")),
         "activations": said_in_training("distributed activations", micro_batch_size=2),
         "sliced loss": error_of(lambda: zo.sliced_loss(cut().head, nn.functional.cross_entropy)),
     }

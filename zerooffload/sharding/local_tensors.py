@@ -92,12 +92,19 @@ def check_convertible(param: torch.Tensor, name: str, dtype: torch.dtype) -> Non
     ConfigError
         If something does.
     """
-    if weakref.getweakrefcount(param) or param._backward_hooks or param._post_accumulate_grad_hooks:
+    hooks = param._backward_hooks or param._post_accumulate_grad_hooks
+    if hooks or weakref.getweakrefcount(param) or is_referred_to(param):
         raise ConfigError(
             f"parameter {name} is a DTensor in {param.dtype} and is to compute in {dtype}, which makes another one of"
-            " it, and has hooks or weak references: offload the model before others refer to its parameters, or"
-            f" convert it before, as in model.to({dtype})"
+            " it, and has hooks, weak references or a graph: offload the model before others refer to its parameters,"
+            f" or convert it before, as in model.to({dtype})"
         )
+
+
+def is_referred_to(param: torch.Tensor) -> bool:
+    """Whether a view, a graph, or the node that adds up its gradients holds a parameter."""
+    # Its Python object counts as one.
+    return int(_any(param)._use_count()) > 1
 
 
 def is_replicated(param: torch.Tensor) -> bool:

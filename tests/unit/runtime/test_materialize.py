@@ -495,10 +495,114 @@ def with_reset_on_meta(kind: type[nn.Linear]) -> nn.Module:
     return nn.Sequential(nn.Linear(3, 3), late)
 
 
-def test_who_refers_weakly_to_a_parameter_is_refused() -> None:
-    model = on_meta(lambda: nn.Linear(3, 3))
-    reference = weakref.ref(model.weight)
-    with pytest.raises(zo.ConfigError, match="weak reference to parameter weight"):
+class Marked(nn.Parameter):
+    """A user's own kind of parameter."""
+
+
+def marked() -> nn.Module:
+    """Parameters with all that a user can hang on them: a kind, attributes, a flag, a tie."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[0].weight = Marked(model[0].weight)
+    model[0].weight.rate = [0.5]
+    model[1].weight.requires_grad_(False)
+    model[2].weight = model[0].weight
+    return model
+
+
+def test_what_a_user_hung_on_parameters_and_modules_stays(caplog: pytest.LogCaptureFixture) -> None:
+    model = on_meta(marked)
+    rate, called = model[0].weight.rate, []
+    model[1].register_forward_hook(lambda *_: called.append("module"))
+    with caplog.at_level(logging.ERROR, "zerooffload"):
         fill(model)
-    assert reference() is model.weight
+    assert type(model[0].weight) is Marked
+    assert model[0].weight.rate is rate
+    assert model[2].weight is model[0].weight
+    assert [param.requires_grad for param in model.parameters()] == [True, True, False, True, True]
+    model(torch.ones(3)).sum().backward()
+    assert called == ["module"]
+
+
+Seen = list[tuple[str, torch.Tensor]]
+
+
+def hook_everything(model: nn.Module, seen: Seen) -> list[torch.utils.hooks.RemovableHandle]:
+    """Hooks that see gradients, that change them, and that are taken away: what may be removed later."""
+
+    def note(name: str) -> Callable[[torch.Tensor], None]:
+        return lambda grad: seen.append((name, grad.clone()))
+
+    def note_sum(name: str) -> Callable[[torch.Tensor], None]:
+        return lambda param: seen.append((name, param.grad.clone()))
+
+    handles = []
+    for name, param in model.named_parameters():
+        param.register_hook(note(f"removed from {name}")).remove()
+        handles.append(param.register_hook(note(f"first of {name}")))
+        param.register_hook(lambda grad: grad * 3)
+        param.register_hook(note(f"last of {name}"))
+        param.register_post_accumulate_grad_hook(note_sum(f"sum of {name}"))
+    return handles
+
+
+@pytest.mark.parametrize("compute_dtype", [None, "bf16"])
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_hooks_on_parameters_run_as_on_those_of_a_model_in_memory(
+    tier: str, compute_dtype: str | None, offload: Callable[..., nn.Module]
+) -> None:
+    results = []
+    for build in (Tied, lambda: on_meta(Tied)):
+        torch.manual_seed(7)
+        model, seen = build(), []
+        handles = hook_everything(model, seen)
+        offload(model, tier, compute_dtype=compute_dtype)
+        optimizer = zo.AdamW(model.parameters(), lr=1e-3)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model.last(model.embed(torch.arange(9))).square().sum().backward()
+            optimizer.step()
+            # Their owner may still take them away.
+            for handle in handles:
+                handle.remove()
+        with zo.full_params(model, writeback=False):
+            results.append([*seen, *((name, param.detach().clone()) for name, param in model.named_parameters())])
+        zo.close(model)
+    in_memory, from_meta = results
+    names = [name for name, _ in in_memory]
+    assert names.count("first of embed.weight") == 1
+    assert names.count("last of embed.weight") == names.count("sum of embed.weight") == 2
+    assert [name for name, _ in from_meta] == names
+    assert all(torch.equal(mine, expected) for (_, mine), (_, expected) in zip(from_meta, in_memory, strict=True))
+
+
+def test_hooks_on_a_frozen_parameter_wait_for_its_gradients() -> None:
+    model, seen = on_meta(lambda: nn.Linear(3, 3)), []
+    model.weight.register_hook(seen.append)
+    model.weight.requires_grad_(False)
+    fill(model)
+    model.weight.requires_grad_(True)
+    model(torch.ones(3)).sum().backward()
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    "refer",
+    [
+        weakref.ref,
+        # DistributedDataParallel's way to see gradients: hooks of the node, which are not the parameter's.
+        lambda param: torch.autograd.graph.get_gradient_edge(param).node,
+        lambda param: param.t(),
+    ],
+    ids=["weak reference", "node that accumulates", "view"],
+)
+def test_who_refers_to_a_parameter_is_refused(refer: Callable[[nn.Parameter], object]) -> None:
+    model = on_meta(lambda: nn.Linear(3, 3))
+    reference = refer(model.bias if refer is weakref.ref else model.weight)
+    with pytest.raises(zo.ConfigError, match=r"(weak reference|graph or view) .*parameter (weight|bias)"):
+        fill(model)
+    assert reference is not None
     assert model.weight.is_meta
+    assert model.bias.is_meta
+    del reference
+    fill(model)
+    assert not model.weight.is_meta

@@ -13,6 +13,7 @@ from torch import nn
 from zerooffload.errors import ConfigError
 from zerooffload.runtime.initialization.player import Player
 from zerooffload.runtime.initialization.recording import Recording, named_tensors
+from zerooffload.sharding.local_tensors import is_referred_to
 from zerooffload.sharding.placeholders import parameter_placeholder
 
 _log = logging.getLogger("zerooffload")
@@ -31,9 +32,9 @@ def materialize(
 ) -> Iterator[None]:
     """Give values to the parameters of one group after the other, yielding after each, and then to the buffers.
 
-    Parameters keep their identity, ties and attributes. What the caller takes away from a group's parameters is not
-    needed any more. Beyond them, memory is taken for one parameter's temporaries and for 1 MiB of draws. At the end the
-    generator stands where building the model in memory would have left it.
+    Parameters keep their identity, class, ties, attributes and hooks. What the caller takes away from a group's
+    parameters is not needed any more. Beyond them, memory is taken for one parameter's temporaries and for 1 MiB of
+    draws. At the end the generator stands where building the model in memory would have left it.
 
     Parameters
     ----------
@@ -46,7 +47,8 @@ def materialize(
     Raises
     ------
     ConfigError
-        If it is not known how a parameter or a buffer is initialised. The model is untouched then.
+        If it is not known how a parameter or a buffer is initialised, or something refers to a parameter in a way that
+        would end. The model is untouched then.
     """
     provided = {id(tensor) for name, tensor in named_tensors(model) if name in (stored or ())}
     recording = Recording(model, provided)
@@ -86,11 +88,18 @@ def materialize(
 def _check_references(model: nn.Module, layers: Sequence[nn.RNNBase]) -> None:
     with _without_weak_references(layers):
         for name, param in model.named_parameters():
-            if param.is_meta and weakref.getweakrefcount(param):
-                raise ConfigError(
-                    f"something holds a weak reference to parameter {name}, which is on the meta device: offload the"
-                    " model before others refer to its parameters, or build it in memory"
-                )
+            if not param.is_meta:
+                continue
+            if weakref.getweakrefcount(param):
+                holder = "something holds a weak reference to"
+            elif is_referred_to(param):
+                holder = "a graph or view (or its AccumulateGrad node, whose hooks would be lost) holds"
+            else:
+                continue
+            raise ConfigError(
+                f"{holder} parameter {name}, which is on the meta device: offload the model before others refer to its"
+                " parameters, or build it in memory"
+            )
 
 
 @contextmanager
@@ -108,7 +117,10 @@ def _without_weak_references(layers: Sequence[nn.RNNBase]) -> Iterator[None]:
 
 
 def _give_values(param: nn.Parameter, values: torch.Tensor) -> None:
-    real = nn.Parameter(values.to(param.dtype), requires_grad=param.requires_grad)
+    real = torch.Tensor._make_subclass(type(param), values.to(param.dtype), param.requires_grad)
     real.__dict__.update(param.__dict__)
+    # The dictionaries themselves: who registered a hook may take it away. Autograd learns of them by the assignment.
+    real._backward_hooks = param._backward_hooks
+    real._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
     # Whoever holds the parameter, a tie or an optimizer, keeps holding the right one.
     torch.utils.swap_tensors(param, real)
