@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from support.environments import COMBINATIONS, PAIRWISE, Homes, cpu_with_simulated_drive, least_memory, simulated
-from support.reference_training import Outcome, Recipe, differences, train_offloaded
+from support.reference_training import Outcome, Recipe, batch, differences, language_loss, train_offloaded
 from support.simulated_accelerator import Copies, SimulatedAccelerator
 from support.simulated_engine import Transfers
-from support.small_models import MODELS
+from support.small_models import MODELS, small_llama
 
+import zerooffload as zo
 from zerooffload.memory import Budget
+from zerooffload.runtime.build import build_run
 from zerooffload.telemetry import Recorder, Waits
 from zerooffload.tiers import StagingRing
 
@@ -85,6 +88,83 @@ def test_a_slot_is_not_used_again_before_what_it_lent_was_copied() -> None:
     ring.acquire(waits).take(NUM_BYTES).fill_(9)
     accelerator.record(accelerator.copy_in).wait()
     assert bool((memory.tensor == 7).all())
+
+
+PLACEMENTS: dict[str, tuple[Any, bool]] = {
+    "all on the device": ("device", False),
+    # Slots are as long as a chunk of what they are for, which is shorter than one of what the device updates.
+    "by unit": ({"model.*": "device", "*": "nvme"}, False),
+    "frozen": ("device", True),
+}
+
+
+@pytest.mark.parametrize("compute_dtype", [None, "bf16", "fp16"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_states_are_read_and_changed_one_by_one_where_the_device_updates_them(
+    placement: str, compute_dtype: str | None, nvme: Path
+) -> None:
+    tier, freezes = PLACEMENTS[placement]
+    expected = exchanged(cpu_with_simulated_drive(), nvme, "host", compute_dtype, freezes=freezes)
+    with simulated(Copies.LATE) as environment:
+        found = exchanged(environment, nvme, tier, compute_dtype, freezes=freezes)
+        assert isinstance(environment.accelerator, SimulatedAccelerator)
+        assert environment.accelerator.num_spoiled == 0
+    assert found.keys() == expected.keys()
+    assert [name for name, tensor in found.items() if not torch.equal(tensor, expected[name])] == []
+
+
+def exchanged(
+    environment: Environment, nvme: Path, tier: Any, compute_dtype: str | None, *, freezes: bool
+) -> dict[str, torch.Tensor]:
+    """What each way to see or change single states shows, in a training that goes on with it."""
+    found: dict[str, torch.Tensor] = {}
+    model = small_llama()
+    model.model.embed_tokens.weight.requires_grad_(not freezes)
+    homes = {"params": tier, "optimizer": tier, "gradients": tier, "compute_dtype": compute_dtype}
+    run = build_run(model, zo.OffloadConfig(**homes, nvme_paths=[nvme], atomic_steps=False), environment)
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+
+    def train(name: str) -> None:
+        loss = language_loss(model, batch(0, 0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found[f"loss {name}"] = loss.detach()
+
+    def note_state(name: str) -> dict[str, Any]:
+        state = optimizer.state_dict()
+        for number, entry in state["state"].items():
+            found.update({f"{name}: {key} of {number}": value.clone() for key, value in entry.items()})
+        return state
+
+    train("at first")
+    leased = [usage.leased_bytes for usage in run._resources.usage()]
+    state = note_state("first state")
+    with zo.full_params(model), torch.no_grad():
+        for param in model.parameters():
+            param.view(-1)[::3].mul_(1.5)
+    note_state("state after an edit")
+    language_loss(model, batch(0, 1)).backward()
+    with zo.full_params(model, grads=True):
+        for name, param in model.named_parameters():
+            if param.grad is not None:
+                found[f"gradient of {name}"] = param.grad.clone()
+                param.grad.mul_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(state)
+    train("with the first state")
+    note_state("last state")
+    optimizer = zo.AdamW(model.parameters(), lr=1e-2)
+    train("with another optimizer")
+    note_state("another optimizer's state")
+    with zo.full_params(model, writeback=False):
+        found.update({name: param.detach().clone() for name, param in model.named_parameters()})
+    del state
+    gc.collect()
+    assert [usage.leased_bytes for usage in run._resources.usage()] == leased
+    zo.close(model)
+    return found
 
 
 def assert_equal(

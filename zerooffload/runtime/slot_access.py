@@ -18,7 +18,9 @@ Views = Mapping[str, torch.Tensor]
 
 
 class SlotAccess:
-    """Brings records to host memory one at a time, through the staging ring where they are elsewhere.
+    """Records in reach one at a time: in place, or through the staging ring, which brings them to host memory.
+
+    In place, too, is what the device updates, and what lies there for good: the ring has no slots for it.
 
     Parameters
     ----------
@@ -74,13 +76,13 @@ class SlotAccess:
 
     @contextmanager
     def record(self, block: Block, chunk: int, *, update: bool) -> Iterator[dict[str, torch.Tensor]]:
-        """The parts of a chunk in host memory; with `update`, what is changed in them goes home."""
+        """The parts of a chunk, in host memory or in place; with `update`, what is changed in them goes home."""
         if update:
             self._updates.drop_ahead()
         self._updates.wait_idle()
         if update:
             self._before_change(block, chunk)
-        record = block.view(Space.HOST, chunk)
+        record = self._in_place(block, chunk)
         if record is not None:
             self.num_changed += update
             yield block.layout.split(chunk, record)
@@ -103,6 +105,14 @@ class SlotAccess:
                 self._parts.waits.order(Wait.STATE_COPY, accelerator.compute, copied)
         finally:
             self._ring.release(slot, in_flight)
+
+    def _in_place(self, block: Block, chunk: int) -> torch.Tensor | None:
+        """A record that is copied where it is."""
+        record = block.view(Space.HOST, chunk)
+        if record is None and self._ring.slot_nbytes < block.layout.file_nbytes(chunk):
+            # Copied by compute, as whatever else happens to it there is.
+            record = block.view(Space.DEVICE, chunk)
+        return record
 
     def copy_again(self, block: Block) -> None:
         """What is in memory was changed there: let the copy on files, if there is one, follow."""
