@@ -1,8 +1,8 @@
 """The native module, if it is there.
 
 It is missing where the package was built without it (`-C cmake.define.ZEROOFFLOAD_NATIVE=OFF`) or on a
-platform that it does not support; then the plain-Python fallbacks do the work. Nothing is raised or logged
-here: who chooses between the native code and its fallback tells about it, with `why_unavailable`.
+platform that it does not support; then the plain-Python fallbacks do the work. Nothing is logged here, and
+importing it never fails: who chooses between the native code and its fallback tells about it, with `why_unavailable`.
 
 Attributes
 ----------
@@ -17,7 +17,10 @@ why_unavailable : str
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING
+
+from zerooffload.errors import ConfigError
 
 if TYPE_CHECKING:
     # Typed as if it were always there, so that its users are checked against the stub: ask `available` first.
@@ -26,9 +29,28 @@ if TYPE_CHECKING:
     available: bool
     why_unavailable: str
 
-__all__ = ["available", "module", "why_unavailable"]
+__all__ = ["TARGET_VARIABLE", "active_target", "available", "module", "why_unavailable"]
 
+TARGET_VARIABLE = "ZEROOFFLOAD_CPU_TARGET"
+"""The environment variable that forces a CPU target."""
 _NAME = "zerooffload._native"
+
+
+def active_target() -> str:
+    """The CPU target that kernels use, where the native module is available.
+
+    Raises
+    ------
+    ConfigError
+        If the environment forces one that this build or this CPU does not have. No kernel can be used then.
+    """
+    try:
+        return module.active_target()
+    except ValueError:
+        raise ConfigError(
+            f"{TARGET_VARIABLE}={os.environ.get(TARGET_VARIABLE)!r} is not a CPU target of this build and this CPU:"
+            f" set it to one of {', '.join(module.supported_targets())}, or unset it, which takes the last of these"
+        ) from None
 
 
 def _load() -> tuple[object | None, str]:

@@ -49,6 +49,20 @@ print(n.active_target())
     assert lines[3] == "baseline"
 
 
+def test_an_unknown_target_in_the_environment_is_a_users_error() -> None:
+    script = """
+import torch
+import zerooffload as zo
+try:
+    zo.offload(torch.nn.Linear(3, 3))
+except zo.ConfigError as error:
+    print(error)
+"""
+    error = in_new_process(script, ZEROOFFLOAD_CPU_TARGET="fast")
+    assert error.startswith("ZEROOFFLOAD_CPU_TARGET='fast' is not a CPU target")
+    assert ", ".join(n.supported_targets()) in error
+
+
 def test_a_forked_child_goes_on_alone() -> None:
     """As a data loader's worker might."""
     script = """

@@ -12,6 +12,7 @@ from support.threads import on_one_thread
 from torch import nn
 
 import zerooffload as zo
+from zerooffload import native
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -71,6 +72,29 @@ def nvme(tmp_path: Path) -> Iterator[Path]:
     folder.mkdir()
     yield folder
     assert leftovers(folder) == []
+
+
+class _UnknownTarget:
+    """The native module in a process whose environment forced a CPU target that is not there."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_native_module, name)
+
+    @staticmethod
+    def active_target() -> str:
+        raise ValueError("unknown")
+
+
+_native_module = native.module
+
+
+@pytest.fixture
+def wrong_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment forces a CPU target that is not there; the real module reads it once in a process."""
+    if not native.available:
+        pytest.skip(f"no native module: {native.why_unavailable}")
+    monkeypatch.setenv(native.TARGET_VARIABLE, "avx9")
+    monkeypatch.setattr(native, "module", _UnknownTarget())
 
 
 @pytest.fixture

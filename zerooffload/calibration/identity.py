@@ -9,6 +9,7 @@ import torch
 
 from zerooffload import __version__, native
 from zerooffload.accelerator import device_models
+from zerooffload.errors import ConfigError
 from zerooffload.formats import GIB
 from zerooffload.machine import cpu_name
 
@@ -36,7 +37,7 @@ def _cpu_target() -> str:
     if not native.available:
         return "torch operations"
     try:
-        return native.module.active_target()
-    except ValueError:
+        return native.active_target()
+    except ConfigError:
         # One that was forced and is not there: kernels tell, when they are used.
         return "unknown"

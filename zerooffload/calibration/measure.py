@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from zerooffload import native
 from zerooffload.accelerator import Accelerator, default_accelerator, device_models
 from zerooffload.calibration import drives
 from zerooffload.calibration.device import device_figures
@@ -48,12 +49,16 @@ def calibrate(
     Raises
     ------
     ConfigError
-        If a path cannot be measured, or there is too little memory.
+        If a path cannot be measured, there is too little memory, or the environment forces a CPU target that is not
+        there.
     TierIOError
         If a transfer failed.
     """
     effort = (effort or Effort()).for_drives(len(paths))
     accelerator = accelerator or default_accelerator()
+    if native.available:
+        # One that is not there is found before anything is measured.
+        native.active_target()
     check_paths(paths)
     _check_memory(effort, len(paths))
     with ExitStack() as opened:

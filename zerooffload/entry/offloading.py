@@ -114,7 +114,8 @@ def _offload(
     collectives: Collectives,
 ) -> M:
     config = config or OffloadConfig()
-    env = environment(config, default_accelerator(), collectives)
+    # A rank's environment may force a CPU target that is not there.
+    env = agree(collectives, lambda: environment(config, default_accelerator(), collectives), "start-up")
     with ExitStack() as stack:
         model, weights = agree(collectives, lambda: stack.enter_context(open_model()), "opening the model")
         return offload_in(model, config, env, weights)

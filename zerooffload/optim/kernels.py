@@ -108,10 +108,16 @@ class NativeKernels:
         calls.
     cores : sequence of int
         Where they may run; all cores if empty.
+
+    Raises
+    ------
+    ConfigError
+        If the environment forces a CPU target that is not there.
     """
 
     def __init__(self, num_threads: int, cores: Sequence[int] = ()) -> None:
         module = native.module
+        self.name = f"native ({native.active_target()}, {num_threads} threads)"
         self._pool = module.ThreadPool(num_threads, list(cores))
         self._dtypes = {
             torch.float32: module.Dtype.float32,
@@ -123,7 +129,6 @@ class NativeKernels:
             torch.bfloat16: module.MomentFormat.bfloat16,
             torch.uint8: module.MomentFormat.block8,
         }
-        self.name = f"native ({module.active_target()}, {num_threads} threads)"
 
     def step(
         self,

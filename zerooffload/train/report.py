@@ -105,7 +105,7 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": np.__version__,
         "zerooffload": __version__,
-        "kernel": native.module.active_target() if native.available else "torch",
+        "kernel": native.active_target() if native.available else "torch",
     }
 
 

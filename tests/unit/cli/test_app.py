@@ -111,6 +111,13 @@ def test_a_users_error_is_one_message(
     assert err.startswith("error: ")
 
 
+@pytest.mark.usefixtures("wrong_target")
+def test_a_target_that_is_not_there_is_one_message(run: Callable[..., tuple[int, str, str]], recipe_file: Path) -> None:
+    code, _, err = run("train", recipe_file)
+    assert code == app.EXIT_USER_ERROR
+    assert err.startswith("error: ZEROOFFLOAD_CPU_TARGET='avx9' is not a CPU target of this build and this CPU")
+
+
 @pytest.mark.parametrize("option", ["--report", "--trace"])
 def test_a_report_that_has_no_folder_is_found_before_training(
     run: Callable[..., tuple[int, str, str]], recipe_file: Path, option: str

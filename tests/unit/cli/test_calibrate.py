@@ -61,6 +61,16 @@ def test_a_wrong_output_is_refused_before_anything_is_measured(
     assert words in err
 
 
+@pytest.mark.usefixtures("wrong_target")
+def test_a_target_that_is_not_there_is_told_before_anything_is_measured(
+    run: Callable[..., tuple[int, str, str]], nvme: Path
+) -> None:
+    code, out, err = run("calibrate", "--path", nvme)
+    assert (code, out) == (app.EXIT_USER_ERROR, "")
+    assert "ZEROOFFLOAD_CPU_TARGET='avx9' is not a CPU target of this build and this CPU: set it to one of" in err
+    assert not machine_file().exists()
+
+
 def test_ctrl_c_ends_it_without_a_profile(
     run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,21 +72,15 @@ def test_without_the_native_module_it_says_why(monkeypatch: pytest.MonkeyPatch) 
     assert found["I/O engine"].value.startswith("aiofiles")
 
 
-@pytest.mark.skipif(not native.available, reason="needs the native module")
-def test_an_unknown_target_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong:
-        @staticmethod
-        def supported_targets() -> list[str]:
-            return ["baseline"]
-
-        @staticmethod
-        def active_target() -> str:
-            raise ValueError("unknown CPU target 'x'")
-
-    monkeypatch.setattr(software.native, "module", Wrong)
-    finding = software._cpu_target()
-    assert finding.verdict is Verdict.PROBLEM
-    assert "baseline" in finding.advice
+@pytest.mark.usefixtures("wrong_target")
+def test_an_unknown_target_is_a_problem(run: Callable[..., tuple[int, str, str]]) -> None:
+    code, out, _ = run("doctor", "--json")
+    assert code == app.EXIT_FOUND_PROBLEM
+    finding = next(item for item in json.loads(out)["findings"] if item["subject"] == "CPU target")
+    assert finding["verdict"] == "problem"
+    assert finding["value"] == "'avx9' is not there"
+    assert "ZEROOFFLOAD_CPU_TARGET='avx9'" in finding["advice"]
+    assert ", ".join(native.module.supported_targets()) in finding["advice"]
 
 
 def test_a_folder_that_refuses_writing_is_a_problem(nvme: Path, monkeypatch: pytest.MonkeyPatch) -> None:

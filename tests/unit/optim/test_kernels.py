@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from zerooffload.optim.record import OptimizerStates
 from zerooffload.optim.reference import BLOCK_NUMEL, join_master, read_moment, split_master, write_moment
 from zerooffload.optim.rules import RULES
 from zerooffload.tiers import RecordLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 needs_native = pytest.mark.skipif(not native.available, reason=f"no native module: {native.why_unavailable}")
 LENGTHS = [1, 17, BLOCK_NUMEL, 3 * BLOCK_NUMEL + 5]
@@ -136,6 +140,16 @@ def test_without_the_native_module_torch_computes(monkeypatch: pytest.MonkeyPatc
 @needs_native
 def test_the_kernels_name_tells_target_and_threads() -> None:
     assert host_kernels(2).name == f"native ({native.module.active_target()}, 2 threads)"
+
+
+@pytest.mark.usefixtures("wrong_target")
+def test_a_target_that_is_not_there_is_refused_with_those_that_are(offload: Callable[..., object]) -> None:
+    targets = ", ".join(native.module.supported_targets())
+    words = f"ZEROOFFLOAD_CPU_TARGET='avx9' is not a CPU target of this build and this CPU: set it to one of {targets},"
+    with pytest.raises(ConfigError, match=words):
+        host_kernels(1)
+    with pytest.raises(ConfigError, match=words):
+        offload(torch.nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize("moments", MOMENTS)

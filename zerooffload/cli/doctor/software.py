@@ -11,9 +11,9 @@ import torch
 from zerooffload import __version__, native
 from zerooffload.aio import choose_engine
 from zerooffload.cli.doctor.finding import Finding, Verdict
+from zerooffload.errors import ConfigError
 
 _OLDEST_TORCH = (2, 8)
-_TARGET_VARIABLE = "ZEROOFFLOAD_CPU_TARGET"
 
 
 def software_findings() -> Iterator[Finding]:
@@ -48,14 +48,13 @@ def _native_module() -> Finding:
 def _cpu_target() -> Finding:
     if not native.available:
         return Finding("CPU target", "torch operations")
-    supported = native.module.supported_targets()
+    forced, supported = os.environ.get(native.TARGET_VARIABLE), ", ".join(native.module.supported_targets())
     try:
-        active = native.module.active_target()
-    except ValueError as error:
-        advice = f"unset {_TARGET_VARIABLE}, or set it to one of {', '.join(supported)}"
-        return Finding("CPU target", str(error), Verdict.PROBLEM, advice)
-    forced = f", forced by {_TARGET_VARIABLE}" if os.environ.get(_TARGET_VARIABLE) else ""
-    return Finding("CPU target", f"{active}{forced} (this CPU and build: {', '.join(supported)})")
+        active = native.active_target()
+    except ConfigError as error:
+        return Finding("CPU target", f"{forced!r} is not there", Verdict.PROBLEM, str(error))
+    how = f", forced by {native.TARGET_VARIABLE}" if forced else ""
+    return Finding("CPU target", f"{active}{how} (this CPU and build: {supported})")
 
 
 def _io_engine() -> Finding:
