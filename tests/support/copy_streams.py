@@ -47,18 +47,26 @@ class CopyPoint:
     def wait(self) -> None:
         """The host waits: it then knows, too, that compute has passed what the queue was behind."""
         self._stream.run_until(self._position)
-        self._stream.host_knows(self._behind)
+        self._tell_host()
 
     def done(self) -> bool:
         """Asked without waiting."""
         is_done = self._stream.num_done >= self._position
         if is_done:
-            self._stream.host_knows(self._behind)
+            self._tell_host()
         return is_done
 
     def pass_by(self) -> None:
         """Another queue gets behind this point, without the host."""
         self._stream.run_until(self._position)
+
+    def num_copies_of(self, stream: CopyStream) -> int:
+        """How many copies of a queue are before this point; 0 of another queue's."""
+        return self._position if stream is self._stream else 0
+
+    def _tell_host(self) -> None:
+        self._stream.host_passed(self._position)
+        self._stream.host_knows(self._behind)
 
 
 class CopyMark:
@@ -95,10 +103,13 @@ class CopyStream:
         Copies that have run.
     done_seconds : list[float]
         When each of them had, by `time.perf_counter`.
+    host_passed : callable
+        Told how many copies the host knows to have run.
     """
 
     def __init__(self, host_knows: Callable[[int], None], seed: int) -> None:
         self.host_knows = host_knows
+        self.host_passed: Callable[[int], None] = lambda _: None
         self.behind: Numbered | None = None
         self.num_done = 0
         self.done_seconds: list[float] = []
@@ -116,6 +127,11 @@ class CopyStream:
         number: int = event.number  # type: ignore[attr-defined]
         if self.behind is None or number > self.behind.number:
             self.behind = event  # type: ignore[assignment]
+
+    @property
+    def num_enqueued(self) -> int:
+        """Copies that it was given."""
+        return self._num_enqueued
 
     def record(self) -> CopyPoint:
         """The point behind what was enqueued so far."""

@@ -11,6 +11,8 @@ when they run. Whatever the mode:
   `copy_in` nor the host is behind the point at which memory was last given back (any range's: an allocator may give the
   same block to another); for memory that compute has written to, if they are not behind compute's latest point;
 - to give memory back under a copy that has not run is an error at once: it would destroy somebody else's bytes;
+- so is to change host memory that a copy to the device reads before the host knows that the copy has run, by waiting
+  for it, or for compute that was put behind it. It is found when the host knows, or at the end;
 - so is work from the thread of hidden updates, which never touches the device.
 """
 
@@ -72,13 +74,33 @@ class ComputePoint:
         return self.owner.host_is_behind(self.number)
 
 
+@dataclass(frozen=True)
+class _HostRead:
+    """Host memory that the `position`-th copy to the device reads, with what it held when that was enqueued."""
+
+    position: int
+    source: torch.Tensor
+    content: torch.Tensor
+
+
 class ComputeStream:
-    """Torch's operations on the calling thread."""
+    """Torch's operations on the calling thread.
+
+    Attributes
+    ----------
+    num_copied_in : int
+        Copies to the device that it was put behind.
+    """
+
+    def __init__(self, copy_in: CopyStream) -> None:
+        self.num_copied_in = 0
+        self._copy_in = copy_in
 
     def wait(self, event: Event) -> None:
         """As the thread is the queue, being behind a copy means that the copy runs now."""
         if isinstance(event, CopyPoint):
             event.pass_by()
+            self.num_copied_in = max(self.num_copied_in, event.num_copies_of(self._copy_in))
 
 
 class SimulatedRange:
@@ -139,8 +161,12 @@ class SimulatedAccelerator:
 
     def __init__(self, copies: Copies = Copies.LATE, *, capacity_bytes: int = 64 * MIB, seed: int = 0) -> None:
         self.device = torch.device("cpu")
-        self.compute = ComputeStream()
         self.copy_in, self.copy_out = (_STREAMS[copies](self.host_knows, seed + number) for number in (1, 2))
+        self.copy_in.host_passed = self.host_passed_copies
+        self.compute = ComputeStream(self.copy_in)
+        self._host_reads: list[_HostRead] = []
+        # By compute's points: copies to the device that it was behind then.
+        self._num_copied_in = {0: 0}
         self.last_release = 0
         self.filled_bytes = 0
         self.peak_filled_bytes = 0
@@ -188,6 +214,7 @@ class SimulatedAccelerator:
                 contents[memory] = memory.tensor.clone()
                 if not memory.copied_into and bool((memory.tensor != POISON).any()):
                     memory.used_by_compute = True
+            self._num_copied_in[self._num_points] = self.compute.num_copied_in
             return ComputePoint(self, self._num_points, contents)
 
     def mark(self, stream: Stream) -> Mark:
@@ -211,6 +238,9 @@ class SimulatedAccelerator:
         self.num_spoiled += not is_ordered
         target.fill_(POISON)
         stream.enqueue(Job(target, source if is_ordered else torch.full_like(source, POISON)))
+        if stream is self.copy_in:
+            with self._recording:
+                self._host_reads.append(_HostRead(self.copy_in.num_enqueued, source, source.clone()))
 
     def available_bytes(self) -> int:
         """What is not filled."""
@@ -229,10 +259,20 @@ class SimulatedAccelerator:
         """End the threads, if there are any."""
         self.copy_in.close()
         self.copy_out.close()
+        self.host_passed_copies(self.copy_in.num_enqueued)
 
     def host_knows(self, number: int) -> None:
         """The host has waited for something behind compute's point `number`."""
         self._host_is_behind = max(self._host_is_behind, number)
+        self.host_passed_copies(self._num_copied_in[number])
+
+    def host_passed_copies(self, position: int) -> None:
+        """The host knows that so many copies to the device have run: what they read may change from now on."""
+        with self._recording:
+            passed = [read for read in self._host_reads if read.position <= position]
+            self._host_reads = [read for read in self._host_reads if read.position > position]
+        if not all(torch.equal(read.source, read.content) for read in passed):
+            raise RaceError("host memory was changed under a copy that nobody had waited for")
 
     def host_is_behind(self, number: int) -> bool:
         """Whether the host knows that compute has passed `number`."""

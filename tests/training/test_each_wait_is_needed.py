@@ -56,6 +56,24 @@ def reload(model: nn.Module, _step: int) -> list[float]:
     return []
 
 
+def evaluate(model: nn.Module, step: int) -> list[float]:
+    """A forward that nobody waits for, in a window that brings the blocks in again."""
+    with torch.no_grad():
+        model(batch(70 + step, 0))
+    return []
+
+
+def reload_after_an_edit(model: nn.Module, step: int) -> list[float]:
+    """What is loaded is written where the edit still is, on its way to an evaluation."""
+    if residence_of(next(model.parameters())) is not None:
+        with TemporaryDirectory() as folder:
+            zo.save(folder, model, [])
+            edit_then_use(model, step + 1)
+            evaluate(model, step)
+            zo.load(folder, model, [])
+    return []
+
+
 def one_matrix() -> nn.Module:
     """A model of one flat buffer of one chunk."""
     torch.manual_seed(11)
@@ -85,6 +103,8 @@ def gradient_for_nothing(model: nn.Module, step: int) -> list[float]:
 LLAMA = Recipe(num_steps=3)
 EDITED = Recipe(num_steps=3, between=edit_then_use)
 RELOADED = Recipe(num_steps=2, between=reload)
+EVALUATED = Recipe(num_steps=3, before_step=evaluate)
+EDITED_AND_RELOADED = Recipe(num_steps=2, between=reload_after_an_edit)
 EDITED_BF16 = Recipe(num_steps=3, between=edit_then_use, compute_dtype="bf16")
 MATRIX = Recipe(num_steps=3, build=one_matrix, loss=matrix_loss)
 # As many backwards that a late write of one that was thrown away meets a gradient that is read again.
@@ -111,15 +131,22 @@ class Case:
     @property
     def on_files(self) -> bool:
         """Whether the drive's content is to be found by others."""
-        return self.recipe is RELOADED
+        return self.recipe in (RELOADED, EDITED_AND_RELOADED)
 
 
 NVME: Homes = ("nvme", "nvme", "nvme")
+HOST: Homes = ("host", "host", "host")
 DEVICE: Homes = ("device", "device", "device")
 CASES: dict[tuple[str, Wait], list[Case]] = {
     ("fetch.finish", Wait.PARAMETER_READ): [Case(("nvme", "host", "host"), on_device=False)],
     ("fetch._copy_first", Wait.PARAMETER_READ): [Case(("nvme", "host", "host"))],
     ("fetch.finish", Wait.PARAMETER_COPY): [Case(("host", "host", "host")), Case(NVME)],
+    ("home_reads.before_change", Wait.PARAMETER_REUSE): [
+        Case(HOST, recipe=EVALUATED),
+        Case(HOST, recipe=EVALUATED, update="under_next_forward"),
+        Case(HOST, recipe=EDITED),
+    ],
+    ("home_reads.finish", Wait.PARAMETER_REUSE): [Case(("host", "host", "nvme"), recipe=EDITED_AND_RELOADED)],
     ("fetch._copy", Wait.RANGE_REFILL): [Case(("host", "device", "device"))],
     ("fetch._read", Wait.RANGE_REFILL): [Case(("nvme", "device", "device"))],
     # Slots that the update's writes leave, that gradients' writes leave, and that parameters' copies leave.

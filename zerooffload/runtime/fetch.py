@@ -20,6 +20,7 @@ from functools import partial
 import torch
 
 from zerooffload.accelerator import Accelerator, Event
+from zerooffload.runtime.home_reads import HomeReads
 from zerooffload.runtime.read_ahead import ReadAhead, Settled, StagedRecord, read_into_slot
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.unit import Unit, UnitFlat
@@ -63,8 +64,11 @@ class Fetcher:
         ring: StagingRing,
         waits: Waits,
         updates: UpdateQueue,
+        *,
+        home_reads: HomeReads,
     ) -> None:
         self._updates = updates
+        self._home_reads = home_reads
         self._not_begun: list[Fetch] = []
         self._accelerator = accelerator
         self._transfers = transfers
@@ -114,7 +118,7 @@ class Fetcher:
         source = home.view(Space.HOST, chunk)
         if source is not None:
             self._updates.wait_for_parameters([part])
-            copy(source)
+            self._home_reads.begun(home, chunk, copy(source))
         elif self._early.has(home, chunk) or not self._updates.lend(part, chunk, copy):
             self._updates.wait_for_parameters([part])
             self._read(fetch, home, chunk, target)

@@ -36,6 +36,8 @@ class ParamAccess:
 
     Parameters
     ----------
+    before_change : callable
+        Returns when a chunk of a block may be changed.
     ended_half_way : callable
         Told of the error if a change fails when a part of it is at home: what is there is neither old nor new.
     """
@@ -51,6 +53,7 @@ class ParamAccess:
         rule: Rule,
         updates: UpdateQueue,
         snapshots: Snapshots,
+        before_change: Callable[[Block, int], None],
         ended_half_way: Callable[[BaseException], None],
     ) -> None:
         self._snapshots = snapshots
@@ -63,7 +66,7 @@ class ParamAccess:
         self._collectives = collectives
         self._resources = resources
         self._host = resources.budgets[TierName.HOST]
-        self._slots = SlotAccess(resources.ring, parts, residency.settle, updates, snapshots.before_change)
+        self._slots = SlotAccess(resources.ring, parts, residency.settle, updates, before_change)
         self._whole_gradients = GradientAccess(self._slots, collectives, gradients, self.lease_copies)
 
     @property

@@ -32,6 +32,7 @@ from zerooffload.runtime.clipping import Chosen, choose, clip_factor, norm_sum, 
 from zerooffload.runtime.fetch import Fetcher
 from zerooffload.runtime.gradient_hooks import hook_gradient
 from zerooffload.runtime.gradients import GradientPath
+from zerooffload.runtime.home_reads import HomeReads
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.kept_steps import KeptSteps
 from zerooffload.runtime.landing import Landing
@@ -52,7 +53,7 @@ from zerooffload.sharding.registry import Residence, forget, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 from zerooffload.telemetry import Listener, StepReport, Work, process_peak_bytes
 from zerooffload.telemetry.recorder import CountingRecorder, Counts
-from zerooffload.tiers import SlotState, Space
+from zerooffload.tiers import Block, SlotState, Space
 
 
 class Run:
@@ -109,9 +110,13 @@ class Run:
         self._at_close: list[Callable[[], None]] = []
         by_space = {Space.HOST: kernels[0], Space.DEVICE: kernels[1]}
         self._snapshots = snapshots = Snapshots(parts.waits)
-        stream = StreamedUpdate(
-            by_space, resources.ring, parts.waits, parts.recorder, before_change=snapshots.before_change
-        )
+        self._home_reads = home_reads = HomeReads(parts.waits)
+
+        def before_change(block: Block, chunk: int) -> None:
+            snapshots.before_change(block, chunk)
+            home_reads.before_change(block, chunk)
+
+        stream = StreamedUpdate(by_space, resources.ring, parts.waits, parts.recorder, before_change=before_change)
         self._landing = Landing(
             shares_host_memory=parts.accelerator.shares_host_memory,
             host_kernels=kernels[0],
@@ -129,7 +134,9 @@ class Run:
             in_background=parts.recorder.in_background,
         )
         resources.updates = updates
-        fetcher = Fetcher(parts.accelerator, parts.transfers, resources.param_ring, parts.waits, self._updates)
+        fetcher = Fetcher(
+            parts.accelerator, parts.transfers, resources.param_ring, parts.waits, updates, home_reads=home_reads
+        )
         evicts = plan.window_nbytes < plan.placement.window.most_nbytes
         self._residency = Residency(plan.window_nbytes, fetcher, collectives, parts.accelerator, updates, evicts=evicts)
         self.kept = KeptSteps(self.units, resources, parts, collectives)
@@ -156,6 +163,7 @@ class Run:
             rule=RULES[states.algorithm],
             updates=self._updates,
             snapshots=snapshots,
+            before_change=before_change,
             ended_half_way=partial(self._ended_half_way, "an edit"),
         )
         self._saver = Saver(
@@ -236,6 +244,7 @@ class Run:
         self._updates.wait_idle()
         self._gradients.drain()
         self._residency.send_home()
+        self._home_reads.finish()
 
     def refill(self, fill: Callable[[], None], num_steps: int) -> None:
         """Let `fill` replace what the homes hold by states after `num_steps` steps, and forget gradients. Collective.

@@ -28,6 +28,8 @@ class Wait(StrEnum):
     """A copy from the device, until the ranks' parameters have been joined there."""
     PARAMETER_WRITE = "parameter write"
     """Whoever reuses a gathered parameter's memory or reads it from its home, until it is there."""
+    PARAMETER_REUSE = "parameter reuse"
+    """Whoever changes parameters at home in host memory, until copies of them to the device are done."""
     RANGE_REFILL = "range refill"
     """A copy to the device, until compute is done with what the memory held before."""
     STAGING_REUSE = "staging reuse"

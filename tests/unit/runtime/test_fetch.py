@@ -13,6 +13,7 @@ import torch
 from zerooffload.accelerator.cpu import PassedEvent
 from zerooffload.errors import InternalError
 from zerooffload.runtime.fetch import Fetcher
+from zerooffload.runtime.home_reads import HomeReads
 from zerooffload.telemetry import Recorder, Waits
 
 
@@ -116,7 +117,8 @@ def new_fetcher(updates: Updates, ring: Ring) -> Fetcher:
         copy_in=copy_at_once,
         to_device=lambda target, source, _used, _reuse, *, name: copy_at_once(target, source, name),
     )
-    return Fetcher(Device(), transfers, ring, Waits(Recorder()), updates)  # type: ignore[arg-type]
+    waits = Waits(Recorder())
+    return Fetcher(Device(), transfers, ring, waits, updates, home_reads=HomeReads(waits))  # type: ignore[arg-type]
 
 
 def test_fetches_whose_updates_come_home_together_begin_once_each() -> None:
