@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import torch
@@ -41,8 +41,8 @@ class OptimizerRun(Protocol):
     def forget_optimizer_state(self, param: nn.Parameter) -> None:
         """Let a parameter's optimizer state be that of one that never stepped."""
 
-    def write_optimizer_state(self, param: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
-        """Replace a parameter's optimizer state."""
+    def write_optimizer_states(self, states: Sequence[tuple[nn.Parameter, Mapping[str, Any] | None]]) -> None:
+        """Replace optimizer states, None by that of a parameter that never stepped; check all before any is changed."""
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -62,6 +62,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self._run: OptimizerRun | None = None
+        # Torch adds some of its own to `defaults`.
+        self._hyperparameters = frozenset(defaults)
         super().__init__(params, defaults)
 
     def out_of_range(self, group: dict[str, Any]) -> Iterable[str]:
@@ -188,28 +190,50 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises
         ------
         ConfigError
-            If its groups or shapes are not those of this optimizer.
+            If it lacks something, or its groups or shapes are not those of this optimizer. Nothing has changed then.
+        TierIOError
+            If a state could not be read or written. If some are new then, the run has ended, as with `zo.load`.
         """
+        if not {"state", "param_groups"} <= state_dict.keys():
+            raise ConfigError(f"no optimizer's state: it has {', '.join(map(str, state_dict)) or 'nothing'}")
         for group in state_dict["param_groups"]:
             if group.get("amsgrad"):
                 raise ConfigError(f"the state has amsgrad=True, which zo.{type(self).__name__} does not do")
+        # Torch makes new groups.
+        before = self.param_groups
+        try:
+            self._load_groups(state_dict)
+            if self._run is not None:
+                self._run.write_optimizer_states(self._states_in(state_dict))
+        except BaseException:
+            self.param_groups = before
+            raise
+
+    def _load_groups(self, state_dict: dict[str, Any]) -> None:
         try:
             super().load_state_dict({**state_dict, "state": {}})
         except ValueError as error:
             raise ConfigError(f"the state is of another optimizer: {error}") from error
-        if self._run is None:
-            return
+        for group in self.param_groups:
+            if missing := self._hyperparameters - group.keys():
+                raise ConfigError(f"the state is of another optimizer: a group lacks {', '.join(sorted(missing))}")
+            self._check(group)
+
+    def _states_in(self, state_dict: dict[str, Any]) -> list[tuple[nn.Parameter, Mapping[str, Any] | None]]:
+        """For each parameter that is trained, its entry."""
         params = [param for group in self.param_groups for param in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        states: list[tuple[nn.Parameter, Mapping[str, Any] | None]] = []
         for number, param in zip(numbers, params, strict=True):
             if not param.requires_grad:
                 continue
             entry = state_dict["state"].get(number)
             # Torch's SGD counts no steps, and its Adagrad has a state before the first one.
             if entry is None or not entry.get("step", 1) or entry.get(self.RULE.moments[0].name) is None:
-                self._run.forget_optimizer_state(param)
+                states.append((param, None))
             else:
-                self._run.write_optimizer_state(param, {"step": torch.tensor(1.0), **entry})
+                states.append((param, {"step": torch.tensor(1.0), **entry}))
+        return states
 
 
 def outside(group: dict[str, Any], *names: str) -> Iterable[str]:

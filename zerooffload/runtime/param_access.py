@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +31,14 @@ from zerooffload.sharding.local_tensors import distributed_like, local_like
 from zerooffload.sharding.registry import Residence, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat
 from zerooffload.tiers import Block
+
+
+@dataclass(frozen=True)
+class _State:
+    """A parameter's optimizer state that is to be taken over: tensors cut as the parameter is, by name."""
+
+    num_steps: int
+    local: Mapping[str, torch.Tensor]
 
 
 class ParamAccess:
@@ -153,36 +163,64 @@ class ParamAccess:
 
     def forget_optimizer_state(self, param: nn.Parameter) -> None:
         """Zero a parameter's moments and steps; what its master has beyond it belongs to its value and stays."""
-        residence, training = _trained(param)
+        with self._all_or_told():
+            self._forget(*_trained(param))
+
+    def write_optimizer_states(self, states: Iterable[tuple[nn.Parameter, Mapping[str, Any] | None]]) -> None:
+        """Replace records, None by that of a parameter that never stepped.
+
+        Parts that a state lacks (torch's has no remainder) stay as they are.
+
+        Raises
+        ------
+        ConfigError
+            If a state is not one of its parameter. None has been replaced then.
+        """
+        checked = [(_trained(param), None if state is None else self._checked(param, state)) for param, state in states]
+        with self._all_or_told():
+            for (residence, training), state in checked:
+                if state is None:
+                    self._forget(residence, training)
+                else:
+                    self._write_state(residence, training, state)
+
+    def _forget(self, residence: Residence, training: TrainingStates) -> None:
         part, index = residence.part, residence.slot_index
         if training.steps[index]:
             record = self._slots.read(part, training.optimizer, index)
             zeros = {name: piece.zero_() for name, piece in record.items() if name not in (REMAINDER.name, MASTER.name)}
-            with self._all_or_told():
-                self._slots.write(part, training.optimizer, index, zeros)
+            self._slots.write(part, training.optimizer, index, zeros)
             training.steps[index] = 0
 
-    def write_optimizer_state(self, param: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
-        """Replace a parameter's record; parts that `state` lacks (torch's has no remainder) stay as they are."""
-        residence, training = _trained(param)
-        part, index = residence.part, residence.slot_index
-        names = {REMAINDER.name, MASTER.name, *(moment.name for moment in self._rule.moments)} & state.keys()
+    def _checked(self, param: nn.Parameter, state: Mapping[str, Any]) -> _State:
+        """What this rank has of a parameter's state."""
+        own = _slot(_trained(param)[0]).param.name
+        moments = {moment.name for moment in self._rule.moments}
+        if missing := moments - state.keys():
+            raise ConfigError(f"{own}: the state lacks {', '.join(sorted(missing))}")
         local = {}
-        for name in names:
-            title = f"{_slot(residence).param.name}: {name}"
-            if state[name].shape != param.shape:
-                raise ConfigError(f"{title} has shape {tuple(state[name].shape)}, expected {tuple(param.shape)}")
-            local[name] = local_like(param, state[name], title)
+        for name in ({REMAINDER.name, MASTER.name} | moments) & state.keys():
+            value, title = state[name], f"{own}: {name}"
+            if not isinstance(value, torch.Tensor):
+                raise ConfigError(f"{title} is {type(value).__name__}, expected a tensor")
+            if value.shape != param.shape:
+                raise ConfigError(f"{title} has shape {tuple(value.shape)}, expected {tuple(param.shape)}")
+            local[name] = local_like(param, value, title)
+        try:
+            return _State(int(state["step"]), local)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{own}: step is {state['step']!r}, expected a number") from error
+
+    def _write_state(self, residence: Residence, training: TrainingStates, state: _State) -> None:
+        part, index = residence.part, residence.slot_index
         record = self._slots.read(part, training.optimizer, index)
-        pieces = {name: own_piece(part, index, value) for name, value in local.items()}
+        pieces = {name: own_piece(part, index, value) for name, value in state.local.items()}
         for moment in self._rule.moments:
-            if moment.name in pieces:
-                write_moment(record, moment, pieces.pop(moment.name).to("cpu", torch.float32), NEAREST)
+            write_moment(record, moment, pieces.pop(moment.name).to("cpu", torch.float32), NEAREST)
         for name in pieces.keys() & record.keys():
             record[name].copy_(pieces[name])
-        with self._all_or_told():
-            self._slots.write(part, training.optimizer, index, record)
-        training.steps[index] = int(state["step"])
+        self._slots.write(part, training.optimizer, index, record)
+        training.steps[index] = state.num_steps
 
     def _join_pieces(self, part: UnitFlat, index: int, piece: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return join_pieces(self._collectives, part, index, piece)

@@ -436,10 +436,10 @@ class Run:
         self._check_alive()
         self.access.forget_optimizer_state(param)
 
-    def write_optimizer_state(self, param: nn.Parameter, state: dict[str, torch.Tensor]) -> None:
+    def write_optimizer_states(self, states: Sequence[tuple[nn.Parameter, Mapping[str, Any] | None]]) -> None:
         """See `OptimizerRun`."""
         self._check_usable()
-        self.access.write_optimizer_state(param, state)
+        self.access.write_optimizer_states(states)
 
     def report(self) -> StepReport:
         """See `zo.step_report`."""

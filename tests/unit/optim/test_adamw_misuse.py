@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import errno
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 from torch import nn
 
 import zerooffload as zo
+from zerooffload.runtime.slot_access import SlotAccess
 
 Offload = Callable[..., nn.Module]
 MakeNet = Callable[..., nn.Module]
@@ -91,15 +94,107 @@ def test_a_gradient_replaced_by_the_user_is_refused_by_name_and_training_can_go_
     optimizer.step()
 
 
-def test_states_of_other_shapes_are_refused_by_name(offload: Offload, make_net: MakeNet, tokens: torch.Tensor) -> None:
-    model = offload(make_net())
-    optimizer = zo.AdamW(model.parameters())
+def no_exp_avg_sq(state: dict[str, Any]) -> None:
+    del state["state"][4]["exp_avg_sq"]
+
+
+def other_shape(state: dict[str, Any]) -> None:
+    state["state"][4]["exp_avg"] = torch.zeros(3)
+
+
+def no_tensor(state: dict[str, Any]) -> None:
+    state["state"][4]["exp_avg"] = [0.0]
+
+
+def no_step(state: dict[str, Any]) -> None:
+    state["state"][4]["step"] = "often"
+
+
+def no_betas(state: dict[str, Any]) -> None:
+    del state["param_groups"][0]["betas"]
+
+
+def negative_rate(state: dict[str, Any]) -> None:
+    state["param_groups"][0]["lr"] = -1.0
+
+
+def nothing(state: dict[str, Any]) -> None:
+    state.clear()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (other_shape, r"layers\.1\.0\.bias: exp_avg has shape \(3,\), expected \(16,\)"),
+        (no_exp_avg_sq, r"layers\.1\.0\.bias: the state lacks exp_avg_sq"),
+        (no_tensor, r"layers\.1\.0\.bias: exp_avg is list, expected a tensor"),
+        (no_step, r"layers\.1\.0\.bias: step is 'often', expected a number"),
+        (no_betas, "of another optimizer: a group lacks betas"),
+        (negative_rate, "out of range: lr=-1.0"),
+        (nothing, "no optimizer's state: it has nothing"),
+    ],
+    ids=["shape", "moment", "type", "step", "group", "range", "empty"],
+)
+def test_a_wrong_state_is_refused_and_changes_nothing(
+    offload: Offload,
+    make_net: MakeNet,
+    tokens: torch.Tensor,
+    spoil: Callable[[dict[str, Any]], None],
+    words: str,
+) -> None:
+    """Also not of the parameters before the one that is wrong, nor the hyperparameters."""
+    model = offload(make_net(), "nvme")
+    optimizer = zo.AdamW(model.parameters(), lr=0.25)
     model(tokens).backward()
     optimizer.step()
+    optimizer.zero_grad()
     state = optimizer.state_dict()
-    state["state"][0]["exp_avg"] = torch.zeros(3)
-    with pytest.raises(zo.ConfigError, match=r"embed\.weight: exp_avg has shape \(3,\), expected \(32, 16\)"):
+    spoiled = copy.deepcopy(state)
+    model(tokens).backward()
+    optimizer.step()
+    before = optimizer.state_dict()
+    spoiled["param_groups"][0]["lr"] = 0.5
+    spoil(spoiled)
+    with pytest.raises(zo.ConfigError, match=words):
+        optimizer.load_state_dict(spoiled)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert after["state"].keys() == before["state"].keys()
+    for number, entry in before["state"].items():
+        assert all(torch.equal(after["state"][number][name], value) for name, value in entry.items())
+    # And the right one is still taken.
+    optimizer.load_state_dict(state)
+    assert float(optimizer.state_dict()["state"][4]["step"]) == 1.0
+
+
+@pytest.mark.parametrize("num_written", [0, 2])
+def test_a_state_that_could_not_all_be_written_ends_the_run(
+    offload: Offload, make_net: MakeNet, tokens: torch.Tensor, num_written: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = offload(make_net(), "nvme")
+    optimizer = zo.AdamW(model.parameters(), lr=0.25)
+    model(tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0]["lr"] = 0.5
+    write, left = SlotAccess.write, iter(range(num_written))
+
+    def fail_after_some(*arguments: Any) -> None:
+        if next(left, None) is None:
+            raise zo.TierIOError("write", "states.bin", errno.EIO)
+        write(*arguments)
+
+    monkeypatch.setattr(SlotAccess, "write", fail_after_some)
+    with pytest.raises(zo.TierIOError, match=r"states\.bin"):
         optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    if num_written:
+        with pytest.raises(zo.ConfigError, match="an edit ended half-way"):
+            model(tokens)
+    else:
+        model(tokens).backward()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("wrong", ["fewer parameters", "more groups"])
