@@ -320,7 +320,8 @@ class ListedExperts(nn.Module):
         out = torch.zeros_like(flat)
         for expert in chosen.unique().tolist():
             rows = (chosen == expert).nonzero().squeeze(1)
-            out = out.index_add(0, rows, self.experts[expert](flat[rows]) * weights[rows, expert, None])
+            part = self.experts[expert](flat[rows]) * weights[rows, expert, None]
+            out = out.index_add(0, rows, part.to(out.dtype))
         return hidden + out.view_as(hidden)
 
 

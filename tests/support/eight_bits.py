@@ -45,7 +45,11 @@ class EightBits(torch.Tensor):
         """As a tensor of numbers, but for what keeps it as it is."""
         del types
         kwargs = kwargs or {}
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default):
+        if func is torch.ops.aten._to_copy.default:
+            (own,) = args
+            # Another dtype is that of what is computed: the codes stay what they are.
+            return cls(func(own.codes, **{**kwargs, "dtype": own.codes.dtype}), func(own.scale, **kwargs))
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
             (own,) = args
             return return_and_correct_aliasing(func, args, kwargs, cls(func(own.codes), func(own.scale)))
         args, kwargs = tree_map_only(cls, lambda own: own.codes.to(own.scale.dtype) * own.scale, (args, kwargs))
