@@ -1,4 +1,4 @@
-"""Kinds of models and loops on two ranks in each stage: equal to the ranks' sums in one process, or refused."""
+"""Kinds of models and loops on several ranks in each stage: equal to the ranks' sums in one process, or refused."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.compatibility import PLACES, Cell, rank_cells
+from support.compatibility import BASE_LOOP, Cell, rank_cells
 from support.rank_compatibility import as_values, emulate, train_cells
-from support.ranks import run_ranks
+from support.ranks import RanksError, run_ranks
 from support.reference_training import Outcome, differences
 from support.thoroughness import EXHAUSTIVE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-WORLD_SIZE = 2
-CELLS = rank_cells(WORLD_SIZE)
-_LIMIT_SECONDS = 7200 if EXHAUSTIVE else 240
+CELLS = rank_cells()
+_LIMIT_SECONDS = 480 if EXHAUSTIVE else 240
 
 pytestmark = [
-    # All ranks run in the first test of a place.
+    # The ranks run in the first test of a group.
     pytest.mark.timeout(_LIMIT_SECONDS),
     # Of torch.compile, and of hooks on modules whose inputs have no gradients, in plain PyTorch as well.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -36,29 +35,47 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("ranks"))
 
 
+def group(cell: Cell) -> tuple[int, str, str]:
+    """Cells that the same processes go through, which is quick; all cells are cut into groups that take minutes."""
+    if not EXHAUSTIVE:
+        part = ""
+    elif cell.world_size > 2:
+        part = f"stage {cell.stage}"
+    else:
+        part = cell.model if cell.loop != BASE_LOOP else ""
+    return (cell.world_size, cell.place, part)
+
+
 @cache
-def results(place: str, folder: str) -> Results:
-    """Of each rank; all cells of a place in one pair of processes, which is quick."""
-    chosen = [cell for cell in CELLS if cell.place == place]
-    of_ranks = run_ranks(train_cells, WORLD_SIZE, folder, chosen, limit_seconds=_LIMIT_SECONDS)
+def results(group_of_cells: tuple[int, str, str], folder: str) -> Results | RanksError:
+    """Of each rank; an error is not tried again by each test."""
+    chosen = [cell for cell in CELLS if group(cell) == group_of_cells]
+    world_size, *_ = group_of_cells
+    try:
+        of_ranks = run_ranks(train_cells, world_size, folder, chosen, limit_seconds=_LIMIT_SECONDS)
+    except RanksError as error:
+        return error
     return dict(zip(chosen, zip(*of_ranks, strict=True), strict=True))
 
 
 @cache
-def in_one_process(model: str, loop: str) -> Outcome:
-    return Outcome(**as_values(emulate(model, loop, WORLD_SIZE)))
+def in_one_process(model: str, loop: str, world_size: int) -> Outcome:
+    return Outcome(**as_values(emulate(model, loop, world_size)))
 
 
-@pytest.mark.parametrize("cell", sorted(CELLS, key=lambda cell: list(PLACES).index(cell.place)), ids=str)
+@pytest.mark.parametrize("cell", sorted(CELLS, key=group), ids=str)
 def test_cell(cell: Cell, folder: str) -> None:
-    for rank, result in enumerate(results(cell.place, folder)[cell]):
+    of_group = results(group(cell), folder)
+    if isinstance(of_group, RanksError):
+        raise of_group
+    for rank, result in enumerate(of_group[cell]):
         if cell.refused:
             assert cell.refused in result["refused"]
             continue
         assert result.get("refused") is None
-        plain, got = in_one_process(cell.model, cell.loop), Outcome(**result)
-        expected = replace(plain, losses=plain.losses[rank::WORLD_SIZE])
-        if rank < WORLD_SIZE - 1:
+        plain, got = in_one_process(cell.model, cell.loop, cell.world_size), Outcome(**result)
+        expected = replace(plain, losses=plain.losses[rank :: cell.world_size])
+        if rank < cell.world_size - 1:
             # What is emulated besides is the last rank's.
             expected = replace(expected, found=got.found, buffers=got.buffers)
         assert differences(expected, got) == []

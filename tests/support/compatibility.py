@@ -1,16 +1,17 @@
-"""The table of what works with what: its cells, and the page that shows them.
+"""The table of what works with what: its cells.
 
-A cell is a training of one kind of model, in one kind of loop, with its states in one place, on one rank, or on two in
-one of ZeRO's stages, each with batches of its own. It is equal, bit for bit, to the same training in plain PyTorch with
-the reference optimizer, or refused with the error that the page names.
+A cell is a training of one kind of model, in one kind of loop, with its states in one place, on one rank, or on several
+in one of ZeRO's stages, each with batches of its own. It is equal, bit for bit, to the same training in plain PyTorch
+with the reference optimizer, or refused with the error that the page names.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from support.compatible_loops import LOOPS, NUM_STEPS
 from support.compatible_models import MODELS, KindOfModel, add_up_by_block
 from support.environments import Homes, least_memory, simulated_devices
+from support.pairwise import Pairs, covering, pairs_of
 from support.reference_training import Outcome, Recipe, differences, train_offloaded
 from support.thoroughness import EXHAUSTIVE
 from torch import nn
@@ -66,6 +68,12 @@ PLACES: dict[str, Place] = {
 }
 STAGES = (0, 1, 2, 3)
 """Of several ranks: on one, nothing is sharded."""
+_GATHERS_ALWAYS = 3
+"""Others gather parameters after an update alone, if the window has room for all."""
+WORLD_SIZES = (2, 3)
+RANKS_DIFFER = "the ranks do not do the same"
+_MODEL_AND_LOOP = (0, 1)
+"""Positions in what `_pairs` makes pairs of."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +97,13 @@ class Cell:
         loop = LOOPS[self.loop]
         if self.model in loop.refused_with:
             return loop.refused_with[self.model]
-        if self.world_size > 1 and self.stage in self.kind.refused_on_ranks:
-            return self.kind.refused_on_ranks[self.stage]
-        return loop.refused if self.moves or not loop.refused_where_away else ""
+        refused = loop.refused if self.moves or not loop.refused_where_away else ""
+        if not self.kind.differs_on_ranks or self.world_size == 1 or self.stage == 0:
+            return refused
+        # Ranks that gather other blocks notice it in the first forward, or in the first after an update.
+        if self.stage == _GATHERS_ALWAYS:
+            return refused if loop.refused_before_forward else RANKS_DIFFER
+        return refused if refused or loop.brings_all else RANKS_DIFFER
 
     @property
     def moves(self) -> bool:
@@ -105,38 +117,49 @@ class Cell:
         return self.moves and not wants_more
 
     def __str__(self) -> str:
-        on_ranks = f"-{self.stage}" if self.world_size > 1 else ""
+        on_ranks = f"-{self.stage}-{self.world_size}ranks" if self.world_size > 1 else ""
         return f"{self.model}-{self.loop}-{self.place}{on_ranks}"
 
 
-def cells() -> list[Cell]:
-    """All of the table, or with ZEROOFFLOAD_TEST_EXHAUSTIVE all that there could be."""
+def cells(*, exhaustive: bool = EXHAUSTIVE) -> list[Cell]:
+    """Those in one process: all of the table, or all models with one loop and some with all."""
     pairs = list(itertools.product(MODELS, LOOPS))
-    if not EXHAUSTIVE:
+    if not exhaustive:
         pairs = [pair for pair in pairs if _is_chosen(*pair)]
     return [Cell(model, loop, place) for model, loop in pairs for place in PLACES if _can_be(model, loop)]
 
 
-def rank_cells(world_size: int) -> list[Cell]:
-    """Those on several ranks; unless all is gone through, each loop in some of the stages and places."""
-    pairs = [(model, loop) for loop, model in itertools.product(LOOPS, MODELS) if _can_be(model, loop)]
-    # A loop that looks at all parameters between steps gathers them in one order, or has an error of its own.
-    pairs = [pair for pair in pairs if pair[1] == BASE_LOOP or not MODELS[pair[0]].refused_on_ranks]
-    pairs = [pair for pair in pairs if EXHAUSTIVE or _is_chosen(*pair)]
-    return [
-        Cell(model, loop, place, stage, world_size)
-        for number, (model, loop) in enumerate(pairs)
-        for place, stage in itertools.product(PLACES, STAGES)
-        if EXHAUSTIVE or _is_in_turn(number, loop, place, stage)
-    ]
+def rank_cells(*, exhaustive: bool = EXHAUSTIVE) -> list[Cell]:
+    """Those on several ranks: all of the table, or few that have each pair of things that can meet.
+
+    Only which model meets which loop is left to chance then: with these pairs they would not be few.
+    """
+    whole = all_rank_cells()
+    if exhaustive:
+        return whole
+    quick = [cell for cell in whole if _is_chosen(cell.model, cell.loop) or not LOOPS[cell.loop].takes_long]
+    return covering(quick, partial(_pairs, apart_from=[_MODEL_AND_LOOP]))
 
 
-def _is_in_turn(number: int, loop: str, place: str, stage: int) -> bool:
-    """Twelve cells in a row are in all stages and places, three in different ones; the base loop is in every stage."""
-    places = list(PLACES)
-    if loop == BASE_LOOP and not PLACES[place].is_simulated:
-        return (number + stage + places.index(place)) % 2 == 0
-    return stage == number % len(STAGES) and (loop == BASE_LOOP or place == places[number % len(places)])
+@cache
+def all_rank_cells() -> list[Cell]:
+    """Of two ranks all; of three those that have each pair."""
+    two, three = (
+        [
+            Cell(model, loop, place, stage, world_size)
+            for model, loop in itertools.product(MODELS, LOOPS)
+            for place, stage in itertools.product(PLACES, STAGES)
+            if _can_be(model, loop)
+        ]
+        for world_size in WORLD_SIZES
+    )
+    return two + covering(three, _pairs)
+
+
+def _pairs(cell: Cell, apart_from: Sequence[tuple[int, int]] = ()) -> Pairs:
+    """Each with whether it is refused, so that a pair is not taken for tried where a third thing was refused."""
+    values = (cell.model, cell.loop, cell.place, cell.stage, cell.world_size)
+    return frozenset((pair, bool(cell.refused)) for pair in pairs_of(values, apart_from=apart_from))
 
 
 def _is_chosen(model: str, loop: str) -> bool:
@@ -190,111 +213,3 @@ def check_cell(cell: Cell, recipe: Recipe, plain: Outcome | None, folder: Path) 
     else:
         assert plain is not None
         assert differences(plain, train_cell(cell, recipe, folder)) == []
-
-
-# --- the page --------------------------------------------------------------------------------------------------------
-
-_INTRODUCTION = """\
-# What works with what
-
-`=` is a training that has the same bits (losses, gradient norms, parameters, buffers) as the same training in plain
-PyTorch with the reference optimizer; a number leads to the error with which it is refused. Each of them is a test, in
-`tests/training/test_compatibility.py` or `tests/distributed/test_compatibility.py`, and this page is written from
-their cells, by `PYTHONPATH=tests python -P tests/support/compatibility.py`. On several ranks "plain PyTorch" is one
-process that computes each rank's gradients and adds them as the ranks do.
-"""
-
-_ON_RANKS = """\
-On two ranks, each with batches of its own, in each of [ZeRO's stages](stages.md). Every run of the tests goes through a
-part of these cells, in which each model and each loop has its turn; exhaustive ones go through all.
-"""
-
-_NOTES = """\
-## To know
-
-- **Quantized bases.** Frozen parameters of integer dtypes, and tensor subclasses that name the tensors inside them
-  (torchao's, by `__tensor_flatten__`), move as the bytes that they are. Buffers stay on the device whole: keep large
-  ones as parameters. Optimizer states exist for what is trained when `zo.offload` is called, and for nothing else.
-- **Mixed precision.** A model keeps the dtypes that it has, norms and routers in fp32 beside blocks in bf16;
-  `OffloadConfig(compute_dtype=...)` is for all floating-point parameters.
-- **Gradients of a tensor that several blocks use** (an encoder's states, T5's position bias) are added up block by
-  block, and so they are in the plain training that it is compared with; torch adds them in another order.
-- **Parameters used outside of their module** are brought in the forward or backward of any module, which keeps them
-  from then on while it is in use: the window must have room, and the error says how much. Elsewhere:
-  `zo.full_params`.
-- **Checkpoints** in both forms, in a block or around it; reentrant ones that share a parameter (a block called twice)
-  are refused with the advice to use `use_reentrant=False`.
-- **Two graphs at a time** (two forwards, one backward) hold the embeddings of both until both are through: the least
-  window has no room for that, and the error says how much it wants.
-- **Experts.** Tokens may go anywhere: a block of experts is one unit, and an expert that got no token on any rank has
-  no gradient. Where each expert is a unit of its own (`units=[...]`), every rank must call the same ones.
-- **Other blocks on other ranks** ("skipped blocks"): parameters are gathered at a block's first call after an update,
-  and in stage 3, or where the window has no room for all, at later ones too: every rank must call the same blocks in
-  the same order. How often ("nested") matters only where blocks come and go. Stage 0 never gathers parameters.
-- **Parallelism of torch's.** Stages of [pipelines](stages.md#pipelines) can be offloaded, and models that
-  `parallelize_module` has [cut](stages.md#tensor-parallelism). What `fully_shard` has cut is refused by `zo.offload`.
-- **A layer larger than the device budget** is refused by `zo.offload`, with the bytes of each holder and what would
-  help.
-- **torch.compile.** Compile blocks, or their forwards; our hooks are not traced, so `fullgraph=True` is for the
-  forward.
-- **Other weights** (resized embeddings, new adapters): take `model.state_dict()`, `zo.close(model)`, change a model
-  that has these values, and offload that. A forward with parameters that came or went after `zo.offload` is refused.
-- **Alternating with another program**: `zo.release_device` and `zo.reclaim_device`, see [memory](memory.md).
-"""
-
-
-def page() -> str:
-    """The page, in Markdown."""
-    errors: dict[str, int] = {}
-    parts = [
-        _INTRODUCTION,
-        "## Places\n",
-        _table(("place", "states"), ((name, place.what) for name, place in PLACES.items())),
-        "## Models\n",
-        _table(("model", "", *PLACES), _model_rows(errors)),
-        "## Loops\n",
-        f"With {', '.join(LOOP_MODELS)}; compiled with the first alone. Exhaustive tests go through all models.\n",
-        _table(("loop", *PLACES), _loop_rows(errors)),
-        "## On ranks\n",
-        _ON_RANKS,
-        _table(("model", *_rank_columns()), ((name, *_rank_row(name, BASE_LOOP, errors)) for name in MODELS)),
-        _table(("loop", *_rank_columns()), ((name, *_rank_row(LOOP_MODELS[0], name, errors)) for name in LOOPS)),
-        "## Errors\n",
-        "\n".join(f'{number}. "{text}"' for text, number in errors.items()) + "\n",
-        _NOTES,
-    ]
-    return "\n".join(parts)
-
-
-def _model_rows(errors: dict[str, int]) -> Iterator[tuple[str, ...]]:
-    for name, kind in MODELS.items():
-        yield (name, kind.what, *(_sign(Cell(name, BASE_LOOP, place).refused, errors) for place in PLACES))
-
-
-def _rank_columns() -> tuple[str, ...]:
-    return tuple(f"{stage}, {place}" for stage, place in itertools.product(STAGES, PLACES))
-
-
-def _rank_row(model: str, loop: str, errors: dict[str, int]) -> Iterator[str]:
-    for stage, place in itertools.product(STAGES, PLACES):
-        yield _sign(Cell(model, loop, place, stage, world_size=2).refused, errors)
-
-
-def _loop_rows(errors: dict[str, int]) -> Iterator[tuple[str, ...]]:
-    for name in LOOPS:
-        yield (name, *(_sign(Cell(LOOP_MODELS[0], name, place).refused, errors) for place in PLACES))
-
-
-def _sign(refused: str, errors: dict[str, int]) -> str:
-    return f"refused ({errors.setdefault(refused, len(errors) + 1)})" if refused else "="
-
-
-def _table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> str:
-    lines = [head, ("---",) * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-PAGE = Path(__file__).parents[2] / "zerooffload" / "docs" / "compatibility.md"
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

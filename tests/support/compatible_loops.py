@@ -39,6 +39,10 @@ class KindOfLoop:
         Only where parameters are away from the device.
     refused_with : Mapping[str, str]
         What the error says with a model that other loops go with.
+    refused_before_forward : bool
+        Before the first one has run; others are refused before the second step's.
+    brings_all : bool
+        Between steps every rank has all parameters, each brought in the same order.
     holds_more : bool
         Than the least window has room for: units that begin two graphs are in use until both are through.
     takes_long : bool
@@ -50,6 +54,8 @@ class KindOfLoop:
     refused: str = ""
     refused_where_away: bool = False
     refused_with: Mapping[str, str] = field(default_factory=dict)
+    refused_before_forward: bool = False
+    brings_all: bool = False
     holds_more: bool = False
     takes_long: bool = False
 
@@ -326,15 +332,18 @@ LOOPS: dict[str, KindOfLoop] = {
         changes=partial(compile_blocks, how="wrapped"), needs="blocks", takes_long=True
     ),
     "autocast to bf16": KindOfLoop(changes=autocast),
-    "evaluation": KindOfLoop(changes=evaluate),
+    "evaluation": KindOfLoop(changes=evaluate, brings_all=True),
     "generation with a cache": KindOfLoop(changes=unchanging(between=generate), needs="language"),
     "device released and reclaimed": KindOfLoop(changes=unchanging(between=leave_device)),
-    "parameters edited": KindOfLoop(changes=unchanging(between=edit_parameters)),
+    "parameters edited": KindOfLoop(changes=unchanging(between=edit_parameters), brings_all=True),
     "gradients edited": KindOfLoop(changes=unchanging(before_step=edit_gradients)),
-    "moving average": KindOfLoop(changes=unchanging(between=average)),
+    "moving average": KindOfLoop(changes=unchanging(between=average), brings_all=True),
     "frozen in turn": KindOfLoop(changes=unchanging(prepare=mark_trained, between=freeze_in_turn)),
     "penalty in the loop": KindOfLoop(
-        changes=penalty_outside, refused="was used outside of the model's forward", refused_where_away=True
+        changes=penalty_outside,
+        refused="was used outside of the model's forward",
+        refused_where_away=True,
+        refused_before_forward=True,
     ),
     "`copy.deepcopy` of the model": KindOfLoop(
         changes=unchanging(between=lambda model, _: [float(copy.deepcopy(model) is None)]),
@@ -347,5 +356,6 @@ LOOPS: dict[str, KindOfLoop] = {
     "parameter replaced after `offload`": KindOfLoop(
         changes=unchanging(prepare_offloaded=resize),
         refused="parameters were replaced, added or taken away after zo.offload",
+        refused_before_forward=True,
     ),
 }

@@ -7,8 +7,8 @@ them.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,8 +45,8 @@ class KindOfModel:
         Several blocks use one tensor. Its gradient is added up block by block, and so it is in plain PyTorch then.
     borrows : bool
         Modules use parameters of others, for which the least window has no room.
-    refused_on_ranks : Mapping[int, str]
-        What the error on several ranks says in the stages in which it is refused there.
+    differs_on_ranks : bool
+        Batches decide which blocks are called, and each rank has its own.
     """
 
     what: str
@@ -56,7 +56,7 @@ class KindOfModel:
     is_language_model: bool = False
     shares_inputs: bool = False
     borrows: bool = False
-    refused_on_ranks: Mapping[int, str] = field(default_factory=dict)
+    differs_on_ranks: bool = False
 
 
 def seeded(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
@@ -513,7 +513,7 @@ MODELS: dict[str, KindOfModel] = {
         build=seeded(Skipping),
         loss=forward_loss,
         blocks="blocks",
-        refused_on_ranks=dict.fromkeys((1, 2, 3), "the ranks do not do the same"),
+        differs_on_ranks=True,
     ),
     "borrowed weights": KindOfModel(
         what="parameters used outside of their module", build=seeded(Borrowing), loss=forward_loss, borrows=True
