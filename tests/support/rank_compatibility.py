@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.compatibility import Cell, plain_recipe, recipe_of, train_cell
 from support.compatible_models import MODELS
 from support.rank_emulation import EmulatedRanks
+from support.ranks import COLLECTIVE_TIMEOUT
 from support.reference_training import Outcome, Training, prepared, train
 from support.small_models import batch
+from torch.distributed.distributed_c10d import _get_default_store
 
 import zerooffload as zo
 
@@ -32,12 +35,18 @@ def rank_batch(step: int, micro_step: int, rank: int) -> torch.Tensor:
 
 def train_cells(rank: int, world_size: int, folder: str, cells: Sequence[Cell]) -> list[Mapping[str, Any]]:
     """Each cell after the other: its outcome, or the error."""
-    del world_size
     warnings.simplefilter("ignore")
     results = []
+    store = _get_default_store()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("zerooffload.planner.placement.CHUNK_NUMEL", SMALL_CHUNK_NUMEL)
         for number, cell in enumerate(cells):
+            # Groups that a run makes stay until the default one ends, and the threads of hundreds take time.
+            dist.destroy_process_group()
+            own_store = dist.PrefixStore(f"cell {number}", store)
+            dist.init_process_group(
+                "gloo", store=own_store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+            )
             own_folder = Path(folder, str(number))
             own_folder.mkdir(exist_ok=True)
             changes = {"batch": partial(rank_batch, rank=rank), "num_steps": NUM_STEPS}
