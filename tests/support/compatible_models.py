@@ -417,23 +417,29 @@ def quantized_with_lora() -> nn.Module:
 MODELS: dict[str, KindOfModel] = {
     "Llama": KindOfModel(what="tied embeddings", build=small_llama, blocks="model.layers", is_language_model=True),
     "Qwen": KindOfModel(
-        what="Qwen3", build=from_config("Qwen3Config", "Qwen3ForCausalLM", **_SIZES, head_dim=16), blocks="model.layers"
+        what="Qwen3",
+        build=from_config("Qwen3Config", "Qwen3ForCausalLM", **_SIZES, head_dim=16),
+        blocks="model.layers",
+        is_language_model=True,
     ),
     "Mistral": KindOfModel(
         what="sliding window of 8",
         build=from_config("MistralConfig", "MistralForCausalLM", **_SIZES, sliding_window=8, head_dim=16),
         blocks="model.layers",
+        is_language_model=True,
     ),
     "Mixtral": KindOfModel(
         what="4 experts, packed",
         build=from_config("MixtralConfig", "MixtralForCausalLM", **_SIZES, num_local_experts=4),
         blocks="model.layers",
+        is_language_model=True,
     ),
-    "GPT-2": KindOfModel(what="tied embeddings", build=small_gpt2, blocks="transformer.h"),
+    "GPT-2": KindOfModel(what="tied embeddings", build=small_gpt2, blocks="transformer.h", is_language_model=True),
     "Gemma": KindOfModel(
         what="Gemma 2",
         build=from_config("Gemma2Config", "Gemma2ForCausalLM", **_SIZES, head_dim=16, query_pre_attn_scalar=16),
         blocks="model.layers",
+        is_language_model=True,
     ),
     "T5": KindOfModel(
         what="encoder-decoder",
@@ -450,7 +456,9 @@ MODELS: dict[str, KindOfModel] = {
             decoder_start_token_id=0,
         ),
         loss=translation_loss,
+        blocks="encoder.block",
         shares_inputs=True,
+        is_language_model=True,
     ),
     "BERT": KindOfModel(
         what="masked language model",
@@ -481,7 +489,10 @@ MODELS: dict[str, KindOfModel] = {
     "CNN": KindOfModel(what="BatchNorm's buffers change", build=seeded(Convolutions), loss=forward_loss),
     "UNet": KindOfModel(what="skip connections over blocks", build=seeded(Denoiser), loss=forward_loss, blocks="down"),
     "partly frozen": KindOfModel(
-        what="frozen and trained parameters in one block", build=mostly_frozen, blocks="model.layers"
+        what="frozen and trained parameters in one block",
+        build=mostly_frozen,
+        blocks="model.layers",
+        is_language_model=True,
     ),
     "LoRA": KindOfModel(
         what="`peft` on Llama",
@@ -493,7 +504,10 @@ MODELS: dict[str, KindOfModel] = {
         what="frozen `uint8` parameters", build=seeded(lambda: Stack(Adapted)), loss=forward_loss, blocks="blocks"
     ),
     "QLoRA": KindOfModel(
-        what="`peft` on Llama with 8-bit weights of a tensor subclass", build=seeded(quantized_with_lora)
+        what="`peft` on Llama with 8-bit weights of a tensor subclass",
+        build=seeded(quantized_with_lora),
+        blocks="base_model.model.model.layers",
+        is_language_model=True,
     ),
     "branches": KindOfModel(
         what="a block unused in some steps, called twice in others", build=branching, loss=forward_loss, blocks="blocks"
@@ -531,9 +545,12 @@ MODELS: dict[str, KindOfModel] = {
         blocks="blocks",
     ),
     "packed experts": KindOfModel(
-        what="3-D weights, uneven routing", build=seeded(lambda: Stack(Experts)), loss=forward_loss
+        what="3-D weights, uneven routing", build=seeded(lambda: Stack(Experts)), loss=forward_loss, blocks="blocks"
     ),
     "listed experts": KindOfModel(
-        what="an expert without tokens is not called", build=seeded(lambda: Stack(ListedExperts)), loss=forward_loss
+        what="an expert without tokens is not called",
+        build=seeded(lambda: Stack(ListedExperts)),
+        loss=forward_loss,
+        blocks="blocks",
     ),
 }
