@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.rank_resume import NUM_STEPS, Setup, refused_to_resume, train_damage_resume
+from support.rank_resume import NUM_STEPS, Setup, refused_to_resume, resume_on_devices, train_damage_resume
 from support.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -40,6 +40,12 @@ SETUPS = [
 def test_every_stage_is_resumed(setup: Setup, tmp_path: Path) -> None:
     """Also in another stage, if a rank updates the same shards there."""
     results = run_ranks(train_damage_resume, 2, str(tmp_path), "torn", 1, setup)
+    assert results == [{"resumed": NUM_STEPS - 1, "again": NUM_STEPS}] * 2
+
+
+def test_what_is_in_memory_is_resumed_beside_a_device(tmp_path: Path) -> None:
+    setup = Setup(IN_MEMORY, durable=True)
+    results = run_ranks(resume_on_devices, 2, str(tmp_path), setup)
     assert results == [{"resumed": NUM_STEPS - 1, "again": NUM_STEPS}] * 2
 
 

@@ -54,12 +54,13 @@ def simulated(
 
 
 @contextmanager
-def simulated_devices(make_waits: MakeWaits = Waits) -> Iterator[None]:
-    """`zo.offload` takes a simulated device and drive, each time new ones."""
+def simulated_devices(make_waits: MakeWaits = Waits, *, on_files: bool = False) -> Iterator[None]:
+    """`zo.offload` takes a simulated device and drive, in memory or on the files themselves, each time new ones."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
 
         def environment(_config: object, _accelerator: object, collectives: Collectives) -> Environment:
-            return replace(stack.enter_context(simulated(make_waits=make_waits)), collectives=collectives)
+            made = stack.enter_context(simulated(make_waits=make_waits, on_files=on_files))
+            return replace(made, collectives=collectives)
 
         patch.setattr(offloading, "environment", environment)
         yield

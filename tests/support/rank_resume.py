@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.environments import Homes
+from support.environments import Homes, simulated_devices
 from support.rank_training import (
     NUM_MICRO_STEPS,
     OPTIONS,
@@ -66,6 +66,12 @@ def train_damage_resume(  # noqa: PLR0917 - arguments of ranks have places
     _check_same(_moment(model, optimizer), moments[again - 1])
     zo.close(model)
     return {"resumed": resumed, "again": again}
+
+
+def resume_on_devices(rank: int, world_size: int, folder: str, setup: Setup) -> dict[str, Any]:
+    """The same on simulated devices with memory of their own, where rank 1's newest record is torn."""
+    with simulated_devices(on_files=True):
+        return train_damage_resume(rank, world_size, folder, "torn", 1, setup)
 
 
 def refused_to_resume(rank: int, world_size: int, folder: str, setup: Setup) -> str:

@@ -11,7 +11,7 @@ import torch
 from zerooffload.errors import CheckpointError, TierIOError
 from zerooffload.runtime.resources import Parts
 from zerooffload.telemetry import Wait, Waitable
-from zerooffload.tiers import Block, NvmeBlock, StagingRing, StagingSlot
+from zerooffload.tiers import Block, NvmeBlock, Space, StagingRing, StagingSlot
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,10 @@ class KeptChunks:
         try:
             self._parts.waits.until(Wait.STATE_READ, item.read)
             if item.block.mirror is not None:
-                leaving.append(item.block.write(item.chunk, item.record))
+                record = item.block.view(Space.HOST, item.chunk)
+                if record is None:
+                    leaving.append(item.block.write(item.chunk, item.record))
+                else:
+                    record.copy_(item.record[: record.numel()])
         finally:
             self._ring.release(item.slot, leaving)
