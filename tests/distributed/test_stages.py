@@ -35,7 +35,8 @@ def test_the_bits_of_stage_3_on_more_ranks(world_size: int, tmp_path: Path) -> N
 def test_the_bits_of_stage_3_on_devices_with_memory_of_their_own(stage: int, tmp_path: Path) -> None:
     # Gradients do not live there: with several ranks they would be brought down and up again.
     cases = [(stage, homes) for homes in PAIRWISE if homes[2] != "device"]
-    assert run_ranks(train_in_stages_on_devices, 2, str(tmp_path), cases) == [[], []]
+    train = partial(train_in_stages_on_devices, together=False)
+    assert run_ranks(train, 2, str(tmp_path), cases) == [[], []]
 
 
 FIELDS: list[dict[str, Any]] = [

@@ -193,9 +193,9 @@ def _noting(steps: list[set[tuple[int, int]]], collective: Callable[..., None]) 
     return noting
 
 
-def least_device_memory(model: nn.Module, config: zo.OffloadConfig) -> int:
+def least_device_memory(model: nn.Module, config: zo.OffloadConfig, process_group: Any = None) -> int:
     """The least device memory with which `model` is accepted, as the refusal of less says."""
     with pytest.raises(zo.BudgetError) as refused:
-        zo.offload(model, config.model_copy(update={"device_memory": 0}))
+        zo.offload(model, config.model_copy(update={"device_memory": 0}), process_group=process_group)
     found = re.search(r"it needs (\d+) bytes", str(refused.value))
     return int(found.group(1)) if found else 0

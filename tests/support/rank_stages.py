@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from support.environments import Homes, simulated_devices
 from support.leaky_waits import LeakyWaits
 from support.rank_accounts import least_device_memory
+from support.rank_sharing import apart
 from support.rank_training import OPTIONS, Share, even_shares, global_batch, offload_config, train
 from support.small_models import small_gpt2
 
@@ -58,14 +60,21 @@ def train_in_stages_on_devices(
     cases: Sequence[Case],
     *,
     fields: Mapping[str, Any] = NO_FIELDS,
+    together: bool = True,
 ) -> list[str]:
-    """The same on simulated devices with memory of their own, as little as can be, and late drives."""
-    with simulated_devices():
+    """The same on simulated devices with memory of their own, as little as can be, and late drives.
+
+    Without `together` the ranks are on machines of their own, so that each has its own copy of what is whole.
+    """
+    with simulated_devices(), nullcontext() if together else apart(rank):
         return train_in_stages(rank, world_size, folder, cases, fields=fields, least_window=True)
 
 
 def train_without(rank: int, world_size: int, folder: str, case: Case, leak: tuple[str, Wait]) -> tuple[list[str], int]:
-    """What goes wrong on simulated devices without a wait at a place, and how often it was left out."""
+    """What goes wrong on simulated devices without a wait at a place, and how often it was left out.
+
+    The ranks are on machines of their own.
+    """
     place, wait = leak
     leaky: list[LeakyWaits] = []
 
@@ -73,7 +82,7 @@ def train_without(rank: int, world_size: int, folder: str, case: Case, leak: tup
         leaky.append(LeakyWaits(recorder, wait, place))
         return leaky[-1]
 
-    with simulated_devices(make_waits):
+    with simulated_devices(make_waits), apart(rank):
         try:
             wrong = train_in_stages(rank, world_size, folder, [case], least_window=True)
         except (ZeroOffloadError, RuntimeError) as error:

@@ -469,7 +469,9 @@ def _place_flat(
     param_slots = (2 if layout.trainable else 1) if is_kept else 0
     of_param = (Part("param", layout.dtype),)
     param = state("parameters", choices.params, of_param, is_sharded=sharding.params, num_slots=param_slots)
-    if sharding.shares_host and not layout.trainable and _may_be_shared(param, reach):
+    # Where each rank updates all shards, each has bytes of its own.
+    is_written_by_all = layout.trainable and len(own) == num_shards
+    if sharding.shares_host and not is_written_by_all and _may_be_shared(param, reach):
         param = replace(param, num_sharers=num_shards)
     optimizer = gradient = None
     if layout.trainable:

@@ -182,9 +182,10 @@ def _shared_pages(model: nn.Module, config: OffloadConfig, env: Environment) -> 
     """Memory that all ranks can map, where something may lie there; see [Note: one host copy]."""
     if env.collectives.world_size == 1:
         return None
-    holds_whole = not sharding_of(config.stage).params and not env.accelerator.shares_host_memory
-    has_frozen = any(not param.requires_grad for _, param in stored_tensors(model))
-    return meet_in_memory(env.collectives, wanted=holds_whole and has_frozen)
+    sharding = sharding_of(config.stage)
+    holds_whole = not sharding.params and not env.accelerator.shares_host_memory
+    may_share = sharding.optimizer or any(not param.requires_grad for _, param in stored_tensors(model))
+    return meet_in_memory(env.collectives, wanted=holds_whole and may_share)
 
 
 def _cut(
@@ -277,10 +278,12 @@ def _make_flat(
 
 
 def _allocate(state: StatePlacement, resources: Resources) -> Block:
+    home: Block
     if state.num_sharers > 1:
-        return resources.share(state)
-    tier = resources.tiers[state.tier]
-    home = tier.allocate(state.layout, state.holder, state.kept, name=state.name, num_places=state.num_places)
+        home = resources.share(state)
+    else:
+        tier = resources.tiers[state.tier]
+        home = tier.allocate(state.layout, state.holder, state.kept, name=state.name, num_places=state.num_places)
     if not state.is_mirrored:
         return home
     holder, name = mirror_holder(state.holder), f"copy of {state.name}"

@@ -7,7 +7,8 @@ next, while the device has no room for them yet. A unit whose update is still un
 the update has left in memory is copied from there, as soon as it is computed.
 
 Parameters of other ranks that a home holds come with the gathering that follows an update. Where their unit may be
-fetched again before the next update, they are taken home from the range, and read from there then.
+fetched again before the next update, they are taken home from the range, and read from there then; but for a home that
+the ranks share, where they are.
 """
 
 from __future__ import annotations
@@ -260,6 +261,10 @@ class Fetcher:
             for part in unit.parts:
                 part.own_changed()
             raise
+
+    def wait_for_reads(self) -> None:
+        """Return when no fetch that was finished reads a home any more: the device may be behind."""
+        self._waits.until(Wait.PARAMETER_COPY, self._accelerator.record(self._accelerator.copy_in))
 
     def _issue(self) -> None:
         while self._queue and self._has_slot():

@@ -149,6 +149,12 @@ class Residency:
                 )
             self._evict(unit)
 
+    def let_homes_change(self, parts: Iterable[UnitFlat]) -> None:
+        """Return when nothing that was begun reads the homes of these flats; collective where ranks share one."""
+        self._fetcher.wait_for_reads()
+        if any(part.home_is_shared for part in parts):
+            self._collectives.gather_of_shards(None)
+
     def _idle(self) -> list[Unit]:
         return [unit for unit in self._full if not self._in_use[unit]]
 
@@ -191,7 +197,10 @@ class Residency:
         for part in unit.moving_parts:
             if not part.is_whole_at_home:
                 self._gather(part)
-                if self._evicts:
+                if part.home_is_shared:
+                    # What was gathered here, its ranks had at home before: see [Note: one host copy].
+                    part.copies_are_current = True
+                elif self._evicts:
                     self._fetcher.take_copies_home(unit, part)
         unit.state.to(ShardState.FULL)
         self._full[unit] = None

@@ -245,6 +245,7 @@ class Run:
         self._gradients.drain()
         self._residency.send_home()
         self._home_reads.finish()
+        self._residency.let_homes_change(part for unit in self.units for part in unit.parts)
 
     def refill(self, fill: Callable[[], None], num_steps: int) -> None:
         """Let `fill` replace what the homes hold by states after `num_steps` steps, and forget gradients. Collective.
@@ -299,6 +300,7 @@ class Run:
         self._updates.finish()
         planned = plan_update(self.units, scalars_of)
         self._residency.send_home()
+        self._residency.let_homes_change(part for unit in self.units for part, _ in trainable(unit))
         state = self.kept.step_begins()
         before = self.kept.slots()
         try:

@@ -3,7 +3,8 @@
 [Note: what a rank holds, and what it updates]
 Of each state, a rank holds its shard of every flat buffer, or all shards: that is its block's `layout.shards`. Nobody
 asks for a ZeRO stage. A rank updates the shards whose optimizer record it holds. If it holds more parameters than
-that, the others are *copies*, current until the next update: the ranks then gather them, and each takes them home.
+that, the others are *copies*, current until the next update: the ranks then gather them, and each takes them home. If
+the ranks share one home, they are there when they are gathered: see [Note: one host copy] in runtime/shared_homes.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 
 from zerooffload import ConfigError
+from zerooffload.accelerator import host_buffer_nbytes
 from zerooffload.config import Stage, TierName
 from zerooffload.optim.record import OptimizerStates
+from zerooffload.planner.cost.demand import unit_demands
 from zerooffload.planner.placement import (
     CHUNK_NUMEL,
     NUM_GRADIENT_SLOTS,
@@ -231,3 +234,37 @@ def test_a_stage_says_how_many_shards_of_each_state_a_rank_holds(
         assert flat.collects
         # Updates go ahead only where a rank updates all that it holds.
         assert flat.param.num_places == (2 if reach is gpu and shards[0] == shards[2] else 1)
+
+
+@pytest.mark.parametrize(("stage", "shared"), [(0, (1, 4)), (1, (4, 4)), (2, (4, 4)), (3, (1, 1))])
+def test_ranks_share_what_they_hold_alike(stage: Stage, shared: tuple[int, int], cpu: Reach, gpu: Reach) -> None:
+    """Whole parameters of which each rank updates a part, or none; what that takes is split over the ranks."""
+    trained, frozen = (
+        lay_out("x", [ParamSpec("w", (9_000,))], dtype=torch.float32, trainable=trainable, world_size=4)
+        for trainable in (True, False)
+    )
+    units = [UnitLayout("(root)", (trained, frozen), ("(root)",))]
+    sharding = replace(sharding_of(stage, rank=2), shares_host=True)
+    for reach, home in product((cpu, gpu), TIERS):
+        placement = place(units, TierChoices(home, "host", "host"), reach, OptimizerStates(), sharding=sharding)
+        flats = placement.units[0].flats
+        expected = shared if (reach, home) == (gpu, "host") else (1, 1)
+        assert tuple(flat.param.num_sharers for flat in flats) == expected
+        assert all(state.num_sharers == 1 for flat in flats for state in flat.states() if state is not flat.param)
+        whole = [host_buffer_nbytes(flat.layout.nbytes) for flat in flats]
+        assert placement.shared_nbytes == sum(n for n, many in zip(whole, expected, strict=True) if many > 1)
+        if (reach, home) == (gpu, "host"):
+            own = sum(pages(flat.param.layout.memory_nbytes // many) for flat, many in zip(flats, shared, strict=True))
+            assert sums(placement.home_claims())["host", "parameters"] == own
+
+
+def test_what_ranks_share_is_not_sent_home_by_each(gpu: Reach) -> None:
+    layout = lay_out("x", [ParamSpec("w", (9_000,))], dtype=torch.float32, trainable=True, world_size=4)
+    units = [UnitLayout("(root)", (layout,), ("(root)",))]
+    first = {}
+    for shares_host in (False, True):
+        sharding = replace(sharding_of(2), shares_host=shares_host)
+        placement = place(units, TierChoices("host", "host", "host"), gpu, OptimizerStates(), sharding=sharding)
+        first[shares_host] = unit_demands(placement)["(root)"].first_arrival
+    assert first[True] == replace(first[False], copy_out=0.0)
+    assert first[False].copy_out == layout.nbytes * 3 / 4

@@ -133,6 +133,15 @@ def test_fetches_whose_updates_come_home_together_begin_once_each() -> None:
     assert [unit.parts[0].home.num_reads for unit in units] == [1, 1, 1]
 
 
+def test_homes_are_not_read_any_more_when_what_the_device_was_given_to_copy_is_copied() -> None:
+    waited: list[Any] = []
+    fetcher = new_fetcher(Updates(), Ring())
+    device = fetcher._accelerator
+    device.record = lambda queue: SimpleNamespace(wait=lambda: waited.append(queue))  # type: ignore[method-assign]
+    fetcher.wait_for_reads()
+    assert waited == [device.copy_in]
+
+
 def test_the_first_of_several_that_is_waited_for_begins_once() -> None:
     fetcher = new_fetcher(Updates(), Ring())
     units = [far_unit() for _ in range(3)]

@@ -195,7 +195,10 @@ def _arrival(flat: FlatPlacement, placement: Placement) -> Demand:
 
 
 def _first_arrival(flat: FlatPlacement, placement: Placement) -> Demand:
-    """Of parameters that ranks hold whole, each has updated its shard: the others' are gathered, and sent home."""
+    """Of parameters that ranks hold whole, each has updated its shard: the others' are gathered, and sent home.
+
+    One home that the ranks share has them already.
+    """
     held, world_size = flat.param.layout, flat.layout.world_size
     if flat.optimizer is None or len(held.shards) < world_size or world_size == 1:
         return _arrival(flat, placement)
@@ -205,7 +208,7 @@ def _first_arrival(flat: FlatPlacement, placement: Placement) -> Demand:
         nvme_read=usual.nvme_read * own,
         nvme_written=held.total_file_nbytes * others if _is_far(flat.param) else 0.0,
         copy_in=usual.copy_in * own,
-        copy_out=held.memory_nbytes * others if _is_copied(flat, placement) else 0.0,
+        copy_out=held.memory_nbytes * others if _is_copied(flat, placement) and flat.param.num_sharers == 1 else 0.0,
         gathered=others * flat.layout.nbytes,
     )
 
