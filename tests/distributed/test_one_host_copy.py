@@ -11,6 +11,7 @@ from support.rank_resume import NUM_STEPS
 from support.rank_sharing import (
     Case,
     MostlyFrozen,
+    edit_beside_a_save,
     edit_one_after_the_other,
     lose_a_rank,
     resume_on_one_copy,
@@ -96,6 +97,13 @@ def test_an_edit_is_made_once(tmp_path: Path) -> None:
             expected = model.get_parameter(f"{name}.weight").detach()
             assert torch.equal(seen, expected)
             assert torch.equal(edited, 2 * expected)
+
+
+def test_an_edit_waits_for_the_saves_of_all(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    expected = MostlyFrozen().embed.weight.detach()
+    for saved in run_ranks(edit_beside_a_save, 2, str(tmp_path)):
+        assert torch.equal(saved, expected)
 
 
 def test_what_was_committed_is_resumed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ import zerooffload as zo
 from zerooffload.optim.stream import StreamedUpdate
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Resources
+from zerooffload.runtime.snapshots import Snapshot, Snapshots
 from zerooffload.sharding.collectives import GroupCollectives
 from zerooffload.sharding.registry import residence_of
 
@@ -357,6 +359,46 @@ def edit_one_after_the_other(
             seen_and_edited.append((seen, whole_params(model)[f"{name}.weight"]))
         zo.close(model)
     return seen_and_edited
+
+
+def edit_beside_a_save(rank: int, _world_size: int, folder: str) -> torch.Tensor:
+    """What a save has of a frozen parameter that is edited while rank 1's save has not read anything.
+
+    That begins to read when it is asked to, and rank 1 writes when rank 0 is through.
+    """
+    store, is_asked = dist.distributed_c10d._get_default_store(), threading.Event()
+    following, gather, before_change = Snapshot.next, GroupCollectives.gather_of_shards, Snapshots.before_change
+
+    def asking(self: Snapshots, *chunk: Any) -> None:
+        is_asked.set()
+        before_change(self, *chunk)
+
+    def late(self: Snapshot) -> Any:
+        is_asked.wait()
+        return following(self)
+
+    def behind(self: GroupCollectives, value: Any) -> list[Any]:
+        values = gather(self, value)
+        store.wait(["edited"])
+        return values
+
+    with simulated_devices(on_files=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Snapshots, "before_change", asking)
+        model = offloaded(folder, 2)
+        optimizer = zo.AdamW([param for param in model.parameters() if param.requires_grad], **OPTIONS)
+        if rank == 1:
+            patch.setattr(Snapshot, "next", late)
+            patch.setattr(GroupCollectives, "gather_of_shards", behind)
+        ticket = zo.save(Path(folder, "checkpoints"), model, optimizer, blocking=False)
+        with zo.full_params(model.get_submodule("embed")), torch.no_grad():
+            model.get_parameter("embed.weight").mul_(2)
+        if rank == 0:
+            store.set("edited", "")
+        ticket.wait()
+        zo.load(ticket.path, model, optimizer)
+        saved = whole_params(model)["embed.weight"]
+        zo.close(model)
+    return saved
 
 
 def lose_a_rank(rank: int, world_size: int, folder: str, *, in_update: bool) -> tuple[str, int]:

@@ -271,8 +271,10 @@ class ParamAccess:
             if not bool(changed.any()):
                 continue
             if part.home_is_shared:
-                # Every rank has edited the same: now all have what the home held, and are here.
-                self._collectives.gather_objects(None)
+                # Every rank has edited the same, and writes what it updates, or, of what is frozen, all of it. When all
+                # are here, all have what the home held, a save of theirs included.
+                self._snapshots.before_edit([part])
+                self._collectives.gather_of_shards(None)
             if part.range is not None:
                 self._slots.write(part, part.home, index, {"param": own_piece(part, index, tensor.detach())})
                 part.own_changed()
