@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import zerooffload as zo
-from zerooffload.planner.profiles import find_machine
+from zerooffload.planner.profiles import MachineProfile, cluster_of, find_machine
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from zerooffload.config import Stage
     from zerooffload.planner.plan import Plan
 
 WIDTH, DEPTH = 64, 4
@@ -54,6 +55,21 @@ def test_a_model_of_ones_own_is_planned_and_stays_as_it_is(device: str) -> None:
         after[name] is tensor or torch.equal(after[name], tensor) for name, tensor in before.items() if device == "cpu"
     )
     assert all(param.device.type == device for param in model.parameters())
+
+
+@pytest.mark.parametrize(("stage", "of_one"), [(0, 1.0), (1, 0.25), (2, 0.25), (3, 0.25)])
+def test_the_ranks_of_a_machine_have_one_host_copy_of_what_they_hold_alike(stage: Stage, of_one: float) -> None:
+    homes = dict.fromkeys(("params", "optimizer", "gradients"), "host")
+    config = zo.OffloadConfig(**homes, stage=stage, update="after_backward")
+    machine, whole = find_machine("4x-rtx4090").model_copy(update={"network": 1e9}), DEPTH * WIDTH * WIDTH * 4
+
+    def held(profile: MachineProfile) -> int:
+        plan = zo.plan(Blocks(), config, run_step=run_step, batch_size=4, machine=profile)
+        return sum(claim.nbytes for claim in plan.announced.claims if claim.holder == "parameters")
+
+    assert held(machine) == of_one * whole
+    # Ranks of several machines each have their own; a shard is a page or more.
+    assert held(cluster_of(machine, 2)) == (whole / 4 if stage == 3 else 2 * whole)
 
 
 def test_the_dtype_to_compute_in_is_traced() -> None:

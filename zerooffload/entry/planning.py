@@ -6,6 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 
@@ -221,7 +222,8 @@ def _problem(model: nn.Module, machine: MachineProfile, config: OffloadConfig) -
         model,
         config,
         Reach(shares_host, host_buffer_nbytes if shares_host else cached_block_nbytes),
-        sharding=sharding_of(config.stage),
+        # The devices of one machine have a rank each: see [Note: one host copy] in runtime/shared_homes.py.
+        sharding=replace(sharding_of(config.stage), shares_host=machine.num_machines == 1),
         world_size=machine.device.count,
         device=torch.device("cpu" if shares_host else "cuda"),
     )

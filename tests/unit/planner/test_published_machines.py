@@ -34,7 +34,7 @@ def test_an_unknown_name_is_told_with_the_known_ones() -> None:
 def test_ranks_of_a_cluster_have_what_those_of_a_machine_have_but_gather_over_the_network() -> None:
     machine = find_machine("dgx2")
     cluster = cluster_of(machine, 8)
-    assert (cluster.device.count, len(cluster.drives)) == (128, 64)
+    assert (cluster.device.count, len(cluster.drives), cluster.num_machines) == (128, 64, 8)
     alone, together = speeds_of(machine), speeds_of(cluster)
     for rate in ("read", "write", "drive_mix", "copy_in", "copy_out", "host_memory", "kernel", "num_cores"):
         assert getattr(together, rate) == pytest.approx(getattr(alone, rate), rel=1e-12), rate

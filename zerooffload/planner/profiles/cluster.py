@@ -35,6 +35,7 @@ def cluster_of(machine: MachineProfile, num_machines: int) -> MachineProfile:
     return machine.model_copy(
         update={
             "name": f"{num_machines} x {machine.name}",
+            "num_machines": num_machines * machine.num_machines,
             "device": device.model_copy(update=together),
             "host": host.model_copy(update=larger_host),
             "drives": tuple(_of_machine(drive, number) for number in range(num_machines) for drive in machine.drives),

@@ -188,6 +188,8 @@ class MachineProfile(BaseModel):
     ----------
     measured : datetime, optional
         When; None if written by hand.
+    num_machines : int
+        Of how many machines, all alike, this is the sum.
     network : float, optional
         Bytes a second that all ranks of it together get from other machines, and give to them.
     identity : Mapping[str, str]
@@ -204,6 +206,7 @@ class MachineProfile(BaseModel):
     name: str
     measured: datetime | None = None
     identity: dict[str, str] = {}
+    num_machines: Annotated[int, Field(ge=1)] = 1
     network: Rate | None = None
     device: DeviceSpeeds
     host: HostSpeeds
