@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerooffload as zo
 from zerooffload.optim.stream import StreamedUpdate
-from zerooffload.runtime.residency import Residency
+from zerooffload.runtime.home_reads import HomeReads
 from zerooffload.runtime.resources import Resources
 from zerooffload.runtime.snapshots import Snapshot, Snapshots
 from zerooffload.sharding.collectives import GroupCollectives
@@ -271,7 +271,7 @@ def update_in_turn(rank: int, world_size: int, folder: str) -> dict[str, list[fl
             losses[update] = _look(rank, world_size, folder, update, update=update)
         losses["late"] = _wait_for_late_update(rank, world_size, folder, "shared")
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Residency, "let_homes_change", lambda *_: None)
+            patch.setattr(HomeReads, "let_shared_change", lambda *_: None)
             losses["not in turn"] = _look(rank, world_size, folder, "not in turn")
     return losses
 

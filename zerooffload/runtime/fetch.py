@@ -262,10 +262,6 @@ class Fetcher:
                 part.own_changed()
             raise
 
-    def wait_for_reads(self) -> None:
-        """Return when no fetch that was finished reads a home any more: the device may be behind."""
-        self._waits.until(Wait.PARAMETER_COPY, self._accelerator.record(self._accelerator.copy_in))
-
     def _issue(self) -> None:
         while self._queue and self._has_slot():
             wanted = self._queue.popleft()

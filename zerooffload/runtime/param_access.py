@@ -20,6 +20,7 @@ from zerooffload.optim.reference import read_moment, write_moment
 from zerooffload.optim.rules import Rule
 from zerooffload.runtime.gradient_access import GradientAccess
 from zerooffload.runtime.gradients import GradientPath
+from zerooffload.runtime.home_reads import HomeReads
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.resources import Parts, Resources
 from zerooffload.runtime.slot_access import SlotAccess, bits, join_pieces, own_piece
@@ -46,8 +47,6 @@ class ParamAccess:
 
     Parameters
     ----------
-    before_change : callable
-        Returns when a chunk of a block may be changed.
     ended_half_way : callable
         Told of the error if a change fails when a part of it is at home: what is there is neither old nor new.
     """
@@ -63,10 +62,11 @@ class ParamAccess:
         rule: Rule,
         updates: UpdateQueue,
         snapshots: Snapshots,
-        before_change: Callable[[Block, int], None],
+        home_reads: HomeReads,
         ended_half_way: Callable[[BaseException], None],
     ) -> None:
         self._snapshots = snapshots
+        self._home_reads = home_reads
         self._ended_half_way = ended_half_way
         self._num_open = 0
         self._updates = updates
@@ -76,7 +76,7 @@ class ParamAccess:
         self._collectives = collectives
         self._resources = resources
         self._host = resources.budgets[TierName.HOST]
-        self._slots = SlotAccess(resources.ring, parts, residency.settle, updates, before_change)
+        self._slots = SlotAccess(resources.ring, parts, residency.settle, updates, home_reads.before_change)
         self._whole_gradients = GradientAccess(self._slots, collectives, gradients, self.lease_copies)
 
     @property
@@ -274,7 +274,7 @@ class ParamAccess:
                 # Every rank has edited the same, and writes what it updates, or, of what is frozen, all of it. When all
                 # are here, all have what the home held, a save of theirs included.
                 self._snapshots.before_edit([part])
-                self._collectives.gather_of_shards(None)
+                self._home_reads.let_shared_change([part])
             if part.range is not None:
                 self._slots.write(part, part.home, index, {"param": own_piece(part, index, tensor.detach())})
                 part.own_changed()

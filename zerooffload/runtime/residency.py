@@ -149,12 +149,6 @@ class Residency:
                 )
             self._evict(unit)
 
-    def let_homes_change(self, parts: Iterable[UnitFlat]) -> None:
-        """Return when nothing that was begun reads the homes of these flats; collective where ranks share one."""
-        self._fetcher.wait_for_reads()
-        if any(part.home_is_shared for part in parts):
-            self._collectives.gather_of_shards(None)
-
     def _idle(self) -> list[Unit]:
         return [unit for unit in self._full if not self._in_use[unit]]
 

@@ -53,7 +53,7 @@ from zerooffload.sharding.registry import Residence, forget, residence_of
 from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 from zerooffload.telemetry import Listener, StepReport, Work, process_peak_bytes
 from zerooffload.telemetry.recorder import CountingRecorder, Counts
-from zerooffload.tiers import Block, SlotState, Space
+from zerooffload.tiers import SlotState, Space
 
 
 class Run:
@@ -110,13 +110,10 @@ class Run:
         self._at_close: list[Callable[[], None]] = []
         by_space = {Space.HOST: kernels[0], Space.DEVICE: kernels[1]}
         self._snapshots = snapshots = Snapshots(parts.waits)
-        self._home_reads = home_reads = HomeReads(parts.waits)
-
-        def before_change(block: Block, chunk: int) -> None:
-            snapshots.before_change(block, chunk)
-            home_reads.before_change(block, chunk)
-
-        stream = StreamedUpdate(by_space, resources.ring, parts.waits, parts.recorder, before_change=before_change)
+        self._home_reads = home_reads = HomeReads(parts.waits, collectives, snapshots)
+        stream = StreamedUpdate(
+            by_space, resources.ring, parts.waits, parts.recorder, before_change=home_reads.before_change
+        )
         self._landing = Landing(
             shares_host_memory=parts.accelerator.shares_host_memory,
             host_kernels=kernels[0],
@@ -163,7 +160,7 @@ class Run:
             rule=RULES[states.algorithm],
             updates=self._updates,
             snapshots=snapshots,
-            before_change=before_change,
+            home_reads=home_reads,
             ended_half_way=partial(self._ended_half_way, "an edit"),
         )
         self._saver = Saver(
@@ -245,7 +242,7 @@ class Run:
         self._gradients.drain()
         self._residency.send_home()
         self._home_reads.finish()
-        self._residency.let_homes_change(part for unit in self.units for part in unit.parts)
+        self._home_reads.let_shared_change(part for unit in self.units for part in unit.parts)
 
     def refill(self, fill: Callable[[], None], num_steps: int) -> None:
         """Let `fill` replace what the homes hold by states after `num_steps` steps, and forget gradients. Collective.
@@ -300,7 +297,7 @@ class Run:
         self._updates.finish()
         planned = plan_update(self.units, scalars_of)
         self._residency.send_home()
-        self._residency.let_homes_change(part for unit in self.units for part, _ in trainable(unit))
+        self._home_reads.let_shared_change(part for unit in self.units for part, _ in trainable(unit))
         state = self.kept.step_begins()
         before = self.kept.slots()
         try:

@@ -6,8 +6,8 @@ hold the same bytes. They lie in memory that all ranks map.
 
 First values  Each rank writes its shard's, and none reads before all have.
 Updates       Each rank writes the shards that it updates, and none begins before all are in that step and have read
-              what the homes held (`Residency.let_homes_change`). A rank reads what it has updated itself; the gather on
-              the devices, for which each rank waits for its own update of that flat, tells that all shards are there:
+              what the homes held (`HomeReads.let_shared_change`). A rank reads what it has updated itself; the gather
+              on the devices, for which each rank waits for its own update of that flat, tells that all are there:
               from then on any of them is read from home. A load is ordered likewise.
 Edits         Made in `zo.full_params` by every rank alike, they are written when all have seen that there is one and
               none reads the old values any more: of what is trained each rank's shard, of what is frozen all, by all.

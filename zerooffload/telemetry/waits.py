@@ -23,7 +23,7 @@ class Wait(StrEnum):
     PARAMETER_READ = "parameter read"
     """Compute or a copy, until a parameter's bytes are read from its home."""
     PARAMETER_COPY = "parameter copy"
-    """Compute, or whoever changes a parameter's home, until its copy to the device is done."""
+    """Compute, until a parameter's copy to the device is done."""
     PARAMETER_GATHERED = "parameter gathered"
     """A copy from the device, until the ranks' parameters have been joined there."""
     PARAMETER_WRITE = "parameter write"

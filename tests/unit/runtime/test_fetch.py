@@ -14,6 +14,8 @@ from zerooffload.accelerator.cpu import PassedEvent
 from zerooffload.errors import InternalError
 from zerooffload.runtime.fetch import Fetcher
 from zerooffload.runtime.home_reads import HomeReads
+from zerooffload.runtime.snapshots import Snapshots
+from zerooffload.sharding.collectives import SingleRank
 from zerooffload.telemetry import Recorder, Waits
 
 
@@ -118,7 +120,9 @@ def new_fetcher(updates: Updates, ring: Ring) -> Fetcher:
         to_device=lambda target, source, _used, _reuse, *, name: copy_at_once(target, source, name),
     )
     waits = Waits(Recorder())
-    return Fetcher(Device(), transfers, ring, waits, updates, home_reads=HomeReads(waits))  # type: ignore[arg-type]
+    return Fetcher(
+        Device(), transfers, ring, waits, updates, home_reads=HomeReads(waits, SingleRank(), Snapshots(waits))
+    )  # type: ignore[arg-type]
 
 
 def test_fetches_whose_updates_come_home_together_begin_once_each() -> None:
@@ -131,15 +135,6 @@ def test_fetches_whose_updates_come_home_together_begin_once_each() -> None:
     for fetch in fetches:
         fetcher.finish(fetch)
     assert [unit.parts[0].home.num_reads for unit in units] == [1, 1, 1]
-
-
-def test_homes_are_not_read_any_more_when_what_the_device_was_given_to_copy_is_copied() -> None:
-    waited: list[Any] = []
-    fetcher = new_fetcher(Updates(), Ring())
-    device = fetcher._accelerator
-    device.record = lambda queue: SimpleNamespace(wait=lambda: waited.append(queue))  # type: ignore[method-assign]
-    fetcher.wait_for_reads()
-    assert waited == [device.copy_in]
 
 
 def test_the_first_of_several_that_is_waited_for_begins_once() -> None:
