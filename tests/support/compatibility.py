@@ -50,6 +50,11 @@ class Place:
     is_simulated: bool = False
 
     @property
+    def is_chosen_long_one(self) -> bool:
+        """Whether it is tried with every change although its loop takes long on several ranks."""
+        return self.model == LOOP_MODELS[0] and (self.place, self.stage, self.world_size) == ("device", 3, 2)
+
+    @property
     def moves(self) -> bool:
         """Whether parameters leave the device."""
         return self.is_simulated or "nvme" in self.homes
@@ -106,6 +111,11 @@ class Cell:
         return refused if refused or loop.brings_all else RANKS_DIFFER
 
     @property
+    def is_chosen_long_one(self) -> bool:
+        """Whether it is tried with every change although its loop takes long on several ranks."""
+        return self.model == LOOP_MODELS[0] and (self.place, self.stage, self.world_size) == ("device", 3, 2)
+
+    @property
     def moves(self) -> bool:
         """Whether parameters leave the device: to their home, or because other ranks update them."""
         return PLACES[self.place].moves or (self.world_size > 1 and self.stage > 0)
@@ -137,7 +147,7 @@ def rank_cells(*, exhaustive: bool = EXHAUSTIVE) -> list[Cell]:
     whole = all_rank_cells()
     if exhaustive:
         return whole
-    quick = [cell for cell in whole if _is_chosen(cell.model, cell.loop) or not LOOPS[cell.loop].takes_long]
+    quick = [cell for cell in whole if not LOOPS[cell.loop].takes_long or cell.is_chosen_long_one]
     return covering(quick, partial(_pairs, apart_from=[_MODEL_AND_LOOP]))
 
 

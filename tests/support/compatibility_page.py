@@ -53,7 +53,7 @@ batches of its own. "Plain PyTorch" is one process that computes each rank's gra
 With every change {num_tried} are tried, of these and of those on three ranks. They have every pair: each model, and
 each loop, in each stage, in each place and on each number of ranks, and each stage in each place; trained, if any cell
 with both is trained, and refused, if any is refused. Which model meets which loop is left to chance there; compiled
-blocks are {models}'s.
+blocks are {models}'s, in stage 3 on two devices.
 """
 
 _THREE_RANKS = """\

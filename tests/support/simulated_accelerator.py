@@ -232,6 +232,8 @@ class SimulatedAccelerator:
             into.copied_into = True
         elif stream is self.copy_out and out_of is not None and into is None:
             is_ordered = self._content_is_ordered(out_of, source)
+            # What it overwrites may have been read by copies that it is behind, whatever the host knows.
+            self._passed(self._num_copied_in[self._behind(self.copy_out)], within=target)
             out_of.copied_out = (self._behind(self.copy_out), out_of.tensor.clone())
         else:
             raise RaceError("copy_in is from the host to the device, copy_out the other way")
@@ -268,9 +270,17 @@ class SimulatedAccelerator:
 
     def host_passed_copies(self, position: int) -> None:
         """The host knows that so many copies to the device have run: what they read may change from now on."""
+        self._passed(position)
+
+    def _passed(self, position: int, within: torch.Tensor | None = None) -> None:
+        """So many copies have run: all that they read may change, or what they read of some memory."""
         with self._recording:
-            passed = [read for read in self._host_reads if read.position <= position]
-            self._host_reads = [read for read in self._host_reads if read.position > position]
+            passed = [
+                read
+                for read in self._host_reads
+                if read.position <= position and (within is None or _overlap(read.source, within))
+            ]
+            self._host_reads = [read for read in self._host_reads if not any(read is one for one in passed)]
         if not all(torch.equal(read.source, read.content) for read in passed):
             raise RaceError("host memory was changed under a copy that nobody had waited for")
 
@@ -317,6 +327,12 @@ class SimulatedAccelerator:
             return False
         start = source.data_ptr() - memory.tensor.data_ptr()
         return torch.equal(point.contents[memory][start : start + source.numel()], source)
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    begins = [tensor.data_ptr() for tensor in (one, other)]
+    ends = [tensor.data_ptr() + tensor.nbytes for tensor in (one, other)]
+    return max(begins) < min(ends)
 
 
 def _refuse_hidden_thread() -> None:

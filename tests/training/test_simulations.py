@@ -74,9 +74,24 @@ def test_a_late_copy_runs_when_it_is_waited_for() -> None:
     assert not event.done()
     assert is_poison(memory.tensor)
     source.fill_(9)
-    event.wait()
+    with pytest.raises(RaceError, match="changed under a copy"):
+        event.wait()
     assert event.done()
     assert torch.equal(memory.tensor, host(9))
+
+
+def test_a_copy_to_the_host_may_overwrite_what_a_copy_before_it_has_read() -> None:
+    """Compute is behind the one, and the other behind compute: the host need not know."""
+    accelerator = SimulatedAccelerator(Copies.LATE)
+    memory, home = filled(accelerator), host(7)
+    accelerator.copy(accelerator.copy_in, memory.tensor, home)
+    accelerator.compute.wait(accelerator.record(accelerator.copy_in))
+    memory.tensor.fill_(8)
+    accelerator.copy_out.wait(accelerator.record(accelerator.compute))
+    accelerator.copy(accelerator.copy_out, home, memory.tensor)
+    accelerator.record(accelerator.copy_out).wait()
+    assert torch.equal(home, host(8))
+    accelerator.close()
 
 
 def test_waiting_runs_what_was_enqueued_before_and_no_more() -> None:
