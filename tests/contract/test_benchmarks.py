@@ -214,6 +214,16 @@ def test_plans_are_compared_with_what_came(run: Run, tmp_path: Path) -> None:
     assert table.read_text().count("| small |") == 2
 
 
+def test_the_search_of_plans_is_timed(run: Run, tmp_path: Path) -> None:
+    file, table = tmp_path / "result.json", tmp_path / "table.md"
+    done = run("plan_search.py", "--blocks", "2", "--repeats", "1", "--json", file, "--table", table)
+    assert done.status == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 4
+    assert all(row["seconds"]["median"] > 0 for row in rows)
+    assert table.read_text().count("| 2 |") == 4
+
+
 @pytest.mark.parametrize("name", TINY)
 def test_a_missing_folder_is_told(name: str, run: Run, tmp_path: Path) -> None:
     done = run(name, tmp_path / "nowhere")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import escape
 from itertools import product
@@ -123,6 +125,19 @@ def find_plan(request: Request) -> Plan:
     return _plan_of(request, best)
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Steps on paper are many small objects, none in a cycle: a collector would search the whole process in vain."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_without_collections()
 def _quickest(
     request: Request, variant: _Variant, plans: Sequence[AnnouncedPlan], best: _Found | None
 ) -> _Found | None:
@@ -141,6 +156,7 @@ def _quickest(
     return chosen if chosen.estimate.seconds < best.estimate.seconds else None
 
 
+@_without_collections()
 def _plan_of(request: Request, found: _Found) -> Plan:
     variant, announced = found.variant, found.announced
     problem, kind, homes = variant.wish.problem, variant.kind_of(announced), homes_of(announced)

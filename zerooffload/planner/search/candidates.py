@@ -23,6 +23,8 @@ from zerooffload.planner.search.kinds import TIERS, Kind, Vector, kinds_of
 T = TypeVar("T")
 
 _MOST_COMBINATIONS = 1000
+_HOST_PARTS = (1.0, 0.5)
+"""Of the host's budget, what homes are searched in: those that half of it leads to can be better than those of all."""
 _MOST_TRIES = 12
 """Of shrinking the budgets until what does not depend on homes (rings, windows) has room beside them."""
 
@@ -114,8 +116,9 @@ def all_choices(wish: Wish) -> Iterator[TierChoices]:
     """Homes that may fit, the plain ones first."""
     yield from _plain(wish)
     if len(wish.tiers) > 1:
-        for doubled in (False, True) if _may_have_second_places(wish) else (False,):
-            found = _searched(wish, doubled=doubled)
+        places = (False, True) if _may_have_second_places(wish) else (False,)
+        for host_part, doubled in product(_HOST_PARTS, places):
+            found = _searched(wish, host_part=host_part, doubled=doubled)
             if found is not None:
                 yield found
 
@@ -145,9 +148,9 @@ def _may_have_second_places(wish: Wish) -> bool:
     return wish.problem.wants_second_places and not wish.problem.reach.device_shares_host
 
 
-def _searched(wish: Wish, *, doubled: bool) -> TierChoices | None:
+def _searched(wish: Wish, *, host_part: float, doubled: bool) -> TierChoices | None:
     kinds = kinds_of(wish.problem, wish.kind, wish.speeds, wish.order, tiers=wish.tiers, doubled=doubled)
-    setting = _setting(wish, doubled=doubled)
+    setting = _setting(wish, host_part=host_part, doubled=doubled)
     for _ in range(_MOST_TRIES):
         counts = HomeSearch(kinds, setting).run()
         if counts is None:
@@ -160,11 +163,12 @@ def _searched(wish: Wish, *, doubled: bool) -> TierChoices | None:
     return None
 
 
-def _setting(wish: Wish, *, doubled: bool) -> Setting:
+def _setting(wish: Wish, *, host_part: float, doubled: bool) -> Setting:
     shares_host = wish.problem.reach.device_shares_host
+    parts = [host_part if tier is TierName.HOST else 1.0 for tier in TIERS]
     schedule = UpdateMode.DURING_BACKWARD if doubled else wish.kind.schedule
     return Setting(
-        limits=np.array([float(wish.limits.of(tier)) for tier in TIERS]),
+        limits=np.array([part * wish.limits.of(tier) for part, tier in zip(parts, TIERS, strict=True)]),
         window_tier=TIERS.index(TierName.HOST if shares_host else TierName.DEVICE),
         forward_seconds=wish.forward_seconds,
         backward_seconds=wish.backward_seconds,
