@@ -274,6 +274,7 @@ class SimulatedAccelerator:
 
     def _passed(self, position: int, within: torch.Tensor | None = None) -> None:
         """So many copies have run: all that they read may change, or what they read of some memory."""
+        # Compared under the lock: another thread that knows so too, and goes on to change it, waits for that.
         with self._recording:
             passed = [
                 read
@@ -281,8 +282,8 @@ class SimulatedAccelerator:
                 if read.position <= position and (within is None or _overlap(read.source, within))
             ]
             self._host_reads = [read for read in self._host_reads if not any(read is one for one in passed)]
-        if not all(torch.equal(read.source, read.content) for read in passed):
-            raise RaceError("host memory was changed under a copy that nobody had waited for")
+            if not all(torch.equal(read.source, read.content) for read in passed):
+                raise RaceError("host memory was changed under a copy that nobody had waited for")
 
     def host_is_behind(self, number: int) -> bool:
         """Whether the host knows that compute has passed `number`."""

@@ -29,7 +29,7 @@ from zerooffload.planner.search.shortfall import shortfall
 
 _ACTIVATIONS_MARGIN = 1.1
 """Of predicted activations, what is left free for them."""
-_MOST_RUN_ON_PAPER = 3
+_MOST_RUN_ON_PAPER = 4
 
 
 @dataclass(frozen=True, kw_only=True)
