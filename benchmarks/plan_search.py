@@ -71,10 +71,11 @@ def table(result: dict[str, Any]) -> str:
         f" {format_seconds(max(row['seconds']['all']))} |\n"
         for row in result["rows"]
     )
+    repeats = len(result["rows"][0]["seconds"]["all"])
     return f"""# How long a plan is looked for
 
 {on_what(result)}. `python benchmarks/plan_search.py`: Llamas in bf16, {BATCH_SIZE} sequences of 2,048 tokens,
-medians. The trace of the model's operations, made once before, is not counted.
+medians of {repeats}. The trace of the model's operations, made once before, is not counted.
 
 | blocks | parameters | machine | what is found | median | from, to |
 |---|---|---|---|---|---|
