@@ -5,6 +5,7 @@ What is compared takes turns of a fraction of a second, so that whatever else us
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -329,6 +330,21 @@ def tell(result: Mapping[str, Any], json_file: Path | None) -> None:
     show_checks(result["checks"])
     if json_file:
         json_file.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def add_result_files(parser: argparse.ArgumentParser) -> None:
+    """The words for where a result goes, as a table and as numbers."""
+    parser.add_argument("--table", type=Path, metavar="FILE.md")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+
+
+def tell_with_table(
+    result: Mapping[str, Any], args: argparse.Namespace, markdown: Callable[[Mapping[str, Any]], str]
+) -> None:
+    """As `tell`, to the files of `add_result_files`."""
+    tell(result, args.json)
+    if args.table is not None:
+        args.table.write_text(markdown(result), encoding="utf-8")
 
 
 def on_what(result: Mapping[str, Any]) -> str:

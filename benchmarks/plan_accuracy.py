@@ -25,7 +25,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from disk_limit import check, count, machine, on_what, scratch_folder, tell, versions
+from disk_limit import add_result_files, check, count, machine, on_what, scratch_folder, tell_with_table, versions
 
 from zerooffload.calibration import calibrate
 from zerooffload.calibration.effort import Effort
@@ -265,18 +265,14 @@ def arguments() -> argparse.Namespace:
         "--steps", type=count, default=6, help="of a turn that count, even: updates go there and back; 6"
     )
     parser.add_argument("--warm-up", type=count, default=3, help="steps before; 3")
-    parser.add_argument("--table", type=Path, metavar="FILE.md")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_result_files(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     """Run and report."""
     args = arguments()
-    result = run(args)
-    tell(result, args.json)
-    if args.table is not None:
-        args.table.write_text(markdown(result), encoding="utf-8")
+    tell_with_table(run(args), args, markdown)
 
 
 if __name__ == "__main__":

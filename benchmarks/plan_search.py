@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from disk_limit import check, count, machine, on_what, tell, versions
+from disk_limit import add_result_files, check, count, machine, on_what, tell_with_table, versions
 from paper_models import Llama, plan_paper_model
 
 from zerooffload.config import OffloadConfig
@@ -63,7 +64,7 @@ def rows(blocks: list[int], repeats: int) -> list[dict[str, Any]]:
     ]
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """In Markdown."""
     lines = "".join(
         f"| {row['blocks']} | {format_count(row['num_params'])} | {row['machine']} | {row['found']} |"
@@ -87,8 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=count, nargs="+", default=list(BLOCKS), metavar="N")
     parser.add_argument("--repeats", type=count, default=5, help="5")
-    parser.add_argument("--table", type=Path, metavar="FILE.md")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_result_files(parser)
     args = parser.parse_args()
     timed = rows(args.blocks, args.repeats)
     checks = [
@@ -102,9 +102,7 @@ def main() -> None:
         if row["blocks"] <= TARGET_BLOCKS
     ]
     result = {"machine": machine(Path()), "versions": versions(), "rows": timed, "checks": checks}
-    if args.table:
-        args.table.write_text(table(result), encoding="utf-8")
-    tell(result, args.json)
+    tell_with_table(result, args, table)
 
 
 if __name__ == "__main__":

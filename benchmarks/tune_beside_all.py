@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from disk_limit import check, count, machine, on_what, scratch_folder, tell, versions
+from disk_limit import add_result_files, check, count, machine, on_what, scratch_folder, tell_with_table, versions
 
 from zerooffload.calibration import calibrate
 from zerooffload.config import UpdateMode
@@ -185,18 +185,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trials", type=count, default=9, help="configurations that tune tries; 9")
     parser.add_argument("--rounds", type=count, default=3, help="of those near the best; 3")
     parser.add_argument("--steps", type=count, default=5, help="of a turn that count; 5")
-    parser.add_argument("--table", type=Path, metavar="FILE.md")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    add_result_files(parser)
     return parser.parse_args()
 
 
 def main() -> None:
     """Run and report."""
     args = arguments()
-    result = run(args)
-    tell(result, args.json)
-    if args.table is not None:
-        args.table.write_text(markdown(result), encoding="utf-8")
+    tell_with_table(run(args), args, markdown)
 
 
 if __name__ == "__main__":

@@ -50,11 +50,6 @@ class Place:
     is_simulated: bool = False
 
     @property
-    def is_chosen_long_one(self) -> bool:
-        """Whether it is tried with every change although its loop takes long on several ranks."""
-        return self.model == LOOP_MODELS[0] and (self.place, self.stage, self.world_size) == ("device", 3, 2)
-
-    @property
     def moves(self) -> bool:
         """Whether parameters leave the device."""
         return self.is_simulated or "nvme" in self.homes

@@ -122,6 +122,15 @@ def nothing(state: dict[str, Any]) -> None:
     state.clear()
 
 
+def stepped(model: nn.Module, tokens: torch.Tensor) -> tuple[nn.Module, zo.AdamW]:
+    """A model that was trained for one step, and its optimizer."""
+    optimizer = zo.AdamW(model.parameters(), lr=0.25)
+    model(tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -143,11 +152,7 @@ def test_a_wrong_state_is_refused_and_changes_nothing(
     words: str,
 ) -> None:
     """Also not of the parameters before the one that is wrong, nor the hyperparameters."""
-    model = offload(make_net(), "nvme")
-    optimizer = zo.AdamW(model.parameters(), lr=0.25)
-    model(tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = stepped(offload(make_net(), "nvme"), tokens)
     state = optimizer.state_dict()
     spoiled = copy.deepcopy(state)
     model(tokens).backward()
@@ -171,11 +176,7 @@ def test_a_wrong_state_is_refused_and_changes_nothing(
 def test_a_state_that_could_not_all_be_written_ends_the_run(
     offload: Offload, make_net: MakeNet, tokens: torch.Tensor, num_written: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = offload(make_net(), "nvme")
-    optimizer = zo.AdamW(model.parameters(), lr=0.25)
-    model(tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    model, optimizer = stepped(offload(make_net(), "nvme"), tokens)
     state = copy.deepcopy(optimizer.state_dict())
     state["param_groups"][0]["lr"] = 0.5
     write, left = SlotAccess.write, iter(range(num_written))

@@ -3,8 +3,7 @@
 All begin where they cost least. While a tier holds more than its budget, that unit moves whose move costs the step
 least for what it relieves (a multiple-choice knapsack with several constraints; the greedy rule by efficiency is that
 of Sinha and Zoltners, "The multiple-choice knapsack problem", 1979); units of a kind move together while that move
-stays the one. Afterwards any move, or a move together with what
-makes room for it, is made that shortens the step.
+stays the one. Afterwards any move, or a move together with what makes room for it, is made that shortens the step.
 """
 
 from __future__ import annotations
