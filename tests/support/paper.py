@@ -24,7 +24,9 @@ from zerooffload.planner.profiles import (
     UnitWork,
 )
 from zerooffload.planner.stages import STAGE_3
-from zerooffload.runtime.planning import cut
+from zerooffload.planner.units import lay_out_units
+from zerooffload.runtime import planning
+from zerooffload.sharding.grouping import find_units
 
 AMPLE = 1 << 40
 
@@ -57,8 +59,9 @@ def problem_of(model: nn.Module, config: zo.OffloadConfig, *, shares_host: bool 
     """What is to be placed, on one rank."""
     device = torch.device("cpu" if shares_host else "cuda")
     reach = Reach(shares_host, host_buffer_nbytes)
-    _, problem = cut(model, config, reach, sharding=STAGE_3, world_size=1, device=device)
-    return problem
+    units = find_units(model, config.units)
+    layouts = lay_out_units(model, units, config, world_size=1, device=device)
+    return planning.problem_of(units, layouts, config, reach, sharding=STAGE_3)
 
 
 def profile_of(

@@ -8,24 +8,25 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import nn
 
 from zerooffload.accelerator import cached_block_nbytes, host_buffer_nbytes
 from zerooffload.calibration import remembered_machine
-from zerooffload.config import OffloadConfig, TierName
+from zerooffload.config import MomentFormat, OffloadConfig, TierName
 from zerooffload.errors import ConfigError
 from zerooffload.planner.find import Request, find_plan
-from zerooffload.planner.placement import Reach
+from zerooffload.planner.placement import Reach, UnitLayout
 from zerooffload.planner.plan import Plan
 from zerooffload.planner.problem import PlacementProblem
 from zerooffload.planner.profiles import MachineProfile, ModelProfile, find_machine, published_machines
 from zerooffload.planner.stages import sharding_of
 from zerooffload.planner.tracing import trace_model
-from zerooffload.runtime.planning import cut
-from zerooffload.sharding.grouping import find_units
+from zerooffload.planner.units import lay_out_units
+from zerooffload.runtime.planning import problem_of
+from zerooffload.sharding.grouping import UnitModules, find_units
 from zerooffload.sharding.registry import residence_of
 
 _log = logging.getLogger("zerooffload")
@@ -176,7 +177,7 @@ def plan_model(
             machine=machine,
             batch_size=batch_size,
             profile_of=profile_of,
-            problem_of=partial(_problem, model, machine),
+            problem_of=_Problems(model, machine, find_units(model, config.units)).under,
             computed_again=computed_again,
             clips=clips,
             baseline_bytes=baseline_bytes,
@@ -216,15 +217,40 @@ def _without_bytes(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return copy.deepcopy(model, made)
 
 
-def _problem(model: nn.Module, machine: MachineProfile, config: OffloadConfig) -> PlacementProblem:
-    shares_host = machine.device.shares_host_memory
-    _, problem = cut(
-        model,
-        config,
-        Reach(shares_host, host_buffer_nbytes if shares_host else cached_block_nbytes),
-        # The devices of one machine have a rank each: see [Note: one host copy] in runtime/shared_homes.py.
-        sharding=replace(sharding_of(config.stage), shares_host=machine.num_machines == 1),
-        world_size=machine.device.count,
-        device=torch.device("cpu" if shares_host else "cuda"),
-    )
-    return problem
+class _Problems:
+    """What is to be placed of a model, on a rank of a machine, under some settings and others."""
+
+    def __init__(self, model: nn.Module, machine: MachineProfile, units: Sequence[UnitModules]) -> None:
+        self._model, self._machine, self._units = model, machine, units
+        self._layouts: dict[MomentFormat, list[UnitLayout]] = {}
+
+    def under(self, config: OffloadConfig) -> PlacementProblem:
+        """Settings that a plan does not choose are the same each time.
+
+        Raises
+        ------
+        ConfigError
+            If the model or a setting cannot work as given.
+        """
+        shares_host = self._machine.device.shares_host_memory
+        return problem_of(
+            self._units,
+            self._laid_out(config),
+            config,
+            Reach(shares_host, host_buffer_nbytes if shares_host else cached_block_nbytes),
+            # The devices of one machine have a rank each: see [Note: one host copy] in runtime/shared_homes.py.
+            sharding=replace(sharding_of(config.stage), shares_host=self._machine.num_machines == 1),
+        )
+
+    def _laid_out(self, config: OffloadConfig) -> list[UnitLayout]:
+        # Of what a plan chooses, layouts depend on the moments alone.
+        if config.moments not in self._layouts:
+            device = self._machine.device
+            self._layouts[config.moments] = lay_out_units(
+                self._model,
+                self._units,
+                config,
+                world_size=device.count,
+                device=torch.device("cpu" if device.shares_host_memory else "cuda"),
+            )
+        return self._layouts[config.moments]

@@ -115,7 +115,8 @@ def find_plan(request: Request) -> Plan:
         except BudgetError as error:
             refused.append(error)
             continue
-        fitting = list(candidates(variant.wish))
+        with _without_collections():
+            fitting = list(candidates(variant.wish))
         if not fitting:
             refused.append(variant.wish)
         best = _quickest(request, variant, fitting, best) or best
@@ -127,7 +128,7 @@ def find_plan(request: Request) -> Plan:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Steps on paper are many small objects, none in a cycle: a collector would search the whole process in vain."""
+    """Placements and steps on paper are small objects, none in a cycle: a collector would look for one in vain."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import TypeAlias
 
 import torch
 
@@ -45,6 +46,9 @@ NUM_GRADIENT_SLOTS = 2
 NUM_GRADIENT_SLOTS_OF_A_DEVICE = 8
 """One being copied down, one joined with its home, and others being written while the drive is busy with an update."""
 JOURNAL_HOLDER = "journal"
+_Homes: TypeAlias = tuple[TierName, TierName, TierName]
+"""Of parameters, optimizer and gradients."""
+_NO_HOMES: _Homes = (TierName.HOST,) * 3
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,14 @@ class FlatPlacement:
         """Each state with its home."""
         return [state for state in (self.param, self.optimizer, self.gradient) if state is not None]
 
+    @property
+    def with_second_places(self) -> FlatPlacement:
+        """With a second place for what the host updates, where it has all of it."""
+        holds_copies = len(self.param.layout.shards) > len(self.own)
+        if self.optimizer is None or holds_copies or any(state.tier is TierName.DEVICE for state in self.states()):
+            return self
+        return replace(self, param=replace(self.param, num_places=2), optimizer=replace(self.optimizer, num_places=2))
+
 
 @dataclass(frozen=True)
 class UnitPlacement:
@@ -146,6 +158,27 @@ class UnitPlacement:
     name: str
     flats: tuple[FlatPlacement, ...]
     needs: tuple[str, ...]
+
+    @cached_property
+    def with_second_places(self) -> UnitPlacement:
+        """With a second place for what the host updates, where it has all of it."""
+        return replace(self, flats=tuple(flat.with_second_places for flat in self.flats))
+
+    @cached_property
+    def without_names(self) -> object:
+        """The same for units that differ in names alone: what a step asks for of one, it asks for of the other."""
+        return tuple(
+            (
+                flat.layout.signature,
+                flat.moves,
+                flat.collects,
+                *(
+                    (state.tier, state.layout, state.kept and state.kept.num_slots, state.num_places, state.num_sharers)
+                    for state in flat.states()
+                ),
+            )
+            for flat in self.flats
+        )
 
 
 @dataclass(frozen=True)
@@ -334,7 +367,24 @@ def place(
     accumulates: bool = False,
     sharding: Sharding = STAGE_3,
 ) -> Placement:
-    """Give every state of every unit its home.
+    """Give every state of every unit its home: see `Placer`."""
+    return Placer(units, reach, states, durability, accumulates=accumulates, sharding=sharding).place(choices)
+
+
+@dataclass(frozen=True)
+class _PlacedUnit:
+    """A unit in its homes, what it takes of the windows, and of the slots of staging rings."""
+
+    unit: UnitPlacement
+    range_nbytes: int
+    collect_nbytes: int
+    slot_nbytes: int
+    param_slot_nbytes: int
+    gradient_slot_nbytes: int
+
+
+class Placer:
+    """Gives states their homes, any number of times; a unit that had the same homes before is not placed again.
 
     Parameters
     ----------
@@ -342,50 +392,105 @@ def place(
         Which states this rank holds a shard of, and which whole.
     accumulates : bool
         Whether several backwards add up before each update: gradients are then held in fp32.
-
-    Raises
-    ------
-    ConfigError
-        If trainable parameters have a dtype that cannot be trained, or a pattern of unit names matches none.
     """
-    _check_patterns(choices, [unit.name for unit in units])
-    commits = durability.atomic_steps and (durability.durable or _is_all_on_nvme(units, choices))
-    longest = max((flat.shard_numel for unit in units for flat in unit.flats), default=0)
-    chunk_numel = min(CHUNK_NUMEL, round_up(max(longest, 1), CHUNK_ALIGNMENT_NUMEL))
-    placed = tuple(
-        UnitPlacement(
-            unit.name,
-            tuple(
-                _place_flat(
-                    flat,
-                    unit.name,
-                    choices=choices,
-                    reach=reach,
-                    states=states,
-                    chunk_numel=chunk_numel,
-                    commits=commits,
-                    accumulates=accumulates,
-                    sharding=sharding,
-                )
-                for flat in unit.flats
-            ),
-            unit.needs,
+
+    def __init__(
+        self,
+        units: Sequence[UnitLayout],
+        reach: Reach,
+        states: OptimizerStates,
+        durability: Durability = Durability(),
+        *,
+        accumulates: bool = False,
+        sharding: Sharding = STAGE_3,
+    ) -> None:
+        self._units, self._reach, self._states, self._durability = units, reach, states, durability
+        self._accumulates, self._sharding = accumulates, sharding
+        longest = max((flat.shard_numel for unit in units for flat in unit.flats), default=0)
+        self._chunk_numel = min(CHUNK_NUMEL, round_up(max(longest, 1), CHUNK_ALIGNMENT_NUMEL))
+        self._placed: dict[tuple[str, _Homes, bool], _PlacedUnit] = {}
+
+    def place(self, choices: TierChoices) -> Placement:
+        """Give every state of every unit its home.
+
+        Raises
+        ------
+        ConfigError
+            If trainable parameters have a dtype that cannot be trained, or a pattern of unit names matches none.
+        """
+        _check_patterns(choices, [unit.name for unit in self._units])
+        durability = self._durability
+        commits = durability.atomic_steps and (durability.durable or _is_all_on_nvme(self._units, choices))
+        placed = [self._unit(unit, choices, commits=commits) for unit in self._units]
+        units = tuple(one.unit for one in placed)
+        return Placement(
+            units=units,
+            reach=self._reach,
+            slot_nbytes=max((one.slot_nbytes for one in placed), default=0),
+            param_slot_nbytes=max((one.param_slot_nbytes for one in placed), default=0),
+            gradient_slot_nbytes=max((one.gradient_slot_nbytes for one in placed), default=0),
+            window=_window_need(units, {one.unit.name: one.range_nbytes for one in placed}),
+            collection=_window_need(units, {one.unit.name: one.collect_nbytes for one in placed}),
+            commits_steps=commits,
         )
-        for unit in units
-    )
-    flats = [flat for unit in placed for flat in unit.flats]
-    range_bytes = {unit.name: _ranges(unit, reach, lambda flat: flat.moves) for unit in placed}
-    collect_bytes = {unit.name: _ranges(unit, reach, lambda flat: flat.collects) for unit in placed}
-    return Placement(
-        units=placed,
-        reach=reach,
-        slot_nbytes=max((_slot_nbytes(flat, reach) for flat in flats), default=0),
-        param_slot_nbytes=max((_param_slot_nbytes(flat, reach) for flat in flats), default=0),
-        gradient_slot_nbytes=max((_gradient_slot_nbytes(flat, reach) for flat in flats), default=0),
-        window=_window_need(placed, range_bytes),
-        collection=_window_need(placed, collect_bytes),
-        commits_steps=commits,
-    )
+
+    def _unit(self, unit: UnitLayout, choices: TierChoices, *, commits: bool) -> _PlacedUnit:
+        # One that has no states need not be given homes.
+        homes = _homes_of(choices, unit.name) if unit.flats else _NO_HOMES
+        key = unit.name, homes, commits
+        if key not in self._placed:
+            flats = tuple(self._flat(flat, homes, commits=commits) for flat in unit.flats)
+            reach = self._reach
+            self._placed[key] = _PlacedUnit(
+                UnitPlacement(unit.name, flats, unit.needs),
+                range_nbytes=sum(reach.range_nbytes(flat.range_length) for flat in flats if flat.moves),
+                collect_nbytes=sum(reach.range_nbytes(flat.range_length) for flat in flats if flat.collects),
+                slot_nbytes=max((_slot_nbytes(flat, reach) for flat in flats), default=0),
+                param_slot_nbytes=max((_param_slot_nbytes(flat, reach) for flat in flats), default=0),
+                gradient_slot_nbytes=max((_gradient_slot_nbytes(flat, reach) for flat in flats), default=0),
+            )
+        return self._placed[key]
+
+    def _flat(self, layout: FlatLayout, homes: _Homes, *, commits: bool) -> FlatPlacement:
+        reach, sharding, num_shards = self._reach, self._sharding, layout.world_size
+        own = sharding.held(num_shards, is_sharded=sharding.optimizer if layout.trainable else sharding.params)
+        of_param, of_optimizer, of_gradient = homes
+
+        def state(
+            holder: str, tier: TierName, parts: tuple[Part, ...], *, is_sharded: bool, num_slots: int = 0
+        ) -> StatePlacement:
+            shards = sharding.held(num_shards, is_sharded=is_sharded)
+            records = RecordLayout(parts, layout.shard_numel, self._chunk_numel, shards)
+            name = f"{layout.name} {holder}"
+            kept = Kept(name, num_slots, own) if num_slots else None
+            return StatePlacement(holder, tier, records, kept, name)
+
+        # What is frozen is never written again: one slot. In memory it need not be kept: the user's model has it.
+        is_kept = commits and (layout.trainable or of_param is TierName.NVME)
+        param_slots = (2 if layout.trainable else 1) if is_kept else 0
+        part = Part("param", layout.dtype)
+        param = state("parameters", of_param, (part,), is_sharded=sharding.params, num_slots=param_slots)
+        # Where each rank updates all shards, each has bytes of its own.
+        is_written_by_all = layout.trainable and len(own) == num_shards
+        if sharding.shares_host and not is_written_by_all and _may_be_shared(param, reach):
+            param = replace(param, num_sharers=num_shards)
+        optimizer = gradient = None
+        if layout.trainable:
+            record, num_slots = self._states.parts(layout.dtype), 2 if commits else 0
+            optimizer = state(
+                "optimizer state", of_optimizer, record, is_sharded=sharding.optimizer, num_slots=num_slots
+            )
+            held = (Part("grad", torch.float32 if self._accumulates else layout.dtype),)
+            gradient = state("gradients", of_gradient, held, is_sharded=sharding.gradients)
+        several = num_shards > 1
+        return FlatPlacement(
+            layout=layout,
+            param=param,
+            optimizer=optimizer,
+            gradient=gradient,
+            moves=len(param.layout.shards) < num_shards or not reach.by_device(param.tier),
+            collects=gradient is not None and (several or not reach.by_device(gradient.tier)),
+        )
 
 
 def with_second_places(placement: Placement) -> Placement:
@@ -396,15 +501,7 @@ def with_second_places(placement: Placement) -> Placement:
     """
     if placement.reach.device_shares_host or placement.commits_steps:
         return placement
-    units = tuple(replace(unit, flats=tuple(map(_with_second_places, unit.flats))) for unit in placement.units)
-    return replace(placement, units=units)
-
-
-def _with_second_places(flat: FlatPlacement) -> FlatPlacement:
-    holds_copies = len(flat.param.layout.shards) > len(flat.own)
-    if flat.optimizer is None or holds_copies or any(state.tier is TierName.DEVICE for state in flat.states()):
-        return flat
-    return replace(flat, param=replace(flat.param, num_places=2), optimizer=replace(flat.optimizer, num_places=2))
+    return replace(placement, units=tuple(unit.with_second_places for unit in placement.units))
 
 
 def _is_all_on_nvme(units: Sequence[UnitLayout], choices: TierChoices) -> bool:
@@ -426,6 +523,12 @@ def home_tier(choice: TierChoice | UnitHomes, unit_name: str) -> TierName:
     return TierName.HOST if tier == "auto" else TierName(tier)
 
 
+def _homes_of(choices: TierChoices, unit_name: str) -> _Homes:
+    of_states = (choices.params, choices.optimizer, choices.gradients)
+    params, optimizer, gradients = (home_tier(choice, unit_name) for choice in of_states)
+    return params, optimizer, gradients
+
+
 def is_auto(choice: TierChoice | UnitHomes, unit_name: str) -> bool:
     """Whether a choice leaves the home of a unit to a plan."""
     if isinstance(choice, dict):
@@ -440,66 +543,10 @@ def _check_patterns(choices: TierChoices, names: Sequence[str]) -> None:
                 raise ConfigError(f"home tier for {pattern!r}: no unit has such a name; units are {', '.join(names)}")
 
 
-def _place_flat(
-    layout: FlatLayout,
-    unit_name: str,
-    *,
-    choices: TierChoices,
-    reach: Reach,
-    states: OptimizerStates,
-    chunk_numel: int,
-    commits: bool,
-    accumulates: bool,
-    sharding: Sharding,
-) -> FlatPlacement:
-    num_shards = layout.world_size
-    own = sharding.held(num_shards, is_sharded=sharding.optimizer if layout.trainable else sharding.params)
-
-    def state(
-        holder: str, choice: TierChoice | UnitHomes, parts: tuple[Part, ...], *, is_sharded: bool, num_slots: int = 0
-    ) -> StatePlacement:
-        shards = sharding.held(num_shards, is_sharded=is_sharded)
-        records = RecordLayout(parts, layout.shard_numel, chunk_numel, shards)
-        name = f"{layout.name} {holder}"
-        kept = Kept(name, num_slots, own) if num_slots else None
-        return StatePlacement(holder, home_tier(choice, unit_name), records, kept, name)
-
-    # What is frozen is never written again: one slot. In memory it need not be kept: the user's model has it.
-    is_kept = commits and (layout.trainable or home_tier(choices.params, unit_name) is TierName.NVME)
-    param_slots = (2 if layout.trainable else 1) if is_kept else 0
-    of_param = (Part("param", layout.dtype),)
-    param = state("parameters", choices.params, of_param, is_sharded=sharding.params, num_slots=param_slots)
-    # Where each rank updates all shards, each has bytes of its own.
-    is_written_by_all = layout.trainable and len(own) == num_shards
-    if sharding.shares_host and not is_written_by_all and _may_be_shared(param, reach):
-        param = replace(param, num_sharers=num_shards)
-    optimizer = gradient = None
-    if layout.trainable:
-        record, num_slots = states.parts(layout.dtype), 2 if commits else 0
-        optimizer = state(
-            "optimizer state", choices.optimizer, record, is_sharded=sharding.optimizer, num_slots=num_slots
-        )
-        held = (Part("grad", torch.float32 if accumulates else layout.dtype),)
-        gradient = state("gradients", choices.gradients, held, is_sharded=sharding.gradients)
-    several = num_shards > 1
-    return FlatPlacement(
-        layout=layout,
-        param=param,
-        optimizer=optimizer,
-        gradient=gradient,
-        moves=len(param.layout.shards) < num_shards or not reach.by_device(param.tier),
-        collects=gradient is not None and (several or not reach.by_device(gradient.tier)),
-    )
-
-
 def _may_be_shared(param: StatePlacement, reach: Reach) -> bool:
     """Whether ranks would hold the same bytes on host, which no user reaches in place."""
     is_whole = len(param.layout.shards) > 1 and param.layout.memory_nbytes > 0
     return is_whole and param.tier is TierName.HOST and not reach.device_shares_host
-
-
-def _ranges(unit: UnitPlacement, reach: Reach, wanted: Callable[[FlatPlacement], bool]) -> int:
-    return sum(reach.range_nbytes(flat.range_length) for flat in unit.flats if wanted(flat))
 
 
 def _window_need(units: Sequence[UnitPlacement], nbytes_of: dict[str, int]) -> WindowNeed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from zerooffload.config import OffloadConfig, TierName
 from zerooffload.planner.admission import AnnouncedPlan, Limits, Misfit, announce, fit
@@ -12,10 +13,10 @@ from zerooffload.planner.placement import (
     BlockInputs,
     Durability,
     Placement,
+    Placer,
     Reach,
     TierChoices,
     UnitLayout,
-    place,
     with_second_places,
 )
 from zerooffload.planner.stages import Sharding
@@ -50,6 +51,18 @@ class PlacementProblem:
         """Whether updates may begin before `optimizer.step()`, where there is room for what they change."""
         return self.config.atomic_steps and self.config.update in ("auto", "during_backward")
 
+    @cached_property
+    def _placer(self) -> Placer:
+        config = self.config
+        return Placer(
+            self.layouts,
+            self.reach,
+            optimizer_states(config),
+            Durability(config.atomic_steps, config.durable),
+            accumulates=config.accumulates,
+            sharding=self.sharding,
+        )
+
     def placed(self, choices: TierChoices) -> Placement:
         """Every state of every unit in the home that these choices give it.
 
@@ -58,17 +71,7 @@ class PlacementProblem:
         ConfigError
             If parameters cannot be trained, or a pattern of unit names matches none.
         """
-        config = self.config
-        placement = place(
-            self.layouts,
-            choices,
-            self.reach,
-            optimizer_states(config),
-            Durability(config.atomic_steps, config.durable),
-            accumulates=config.accumulates,
-            sharding=self.sharding,
-        )
-        return replace(placement, block_inputs=self.block_inputs)
+        return replace(self._placer.place(choices), block_inputs=self.block_inputs)
 
     def announced(self, choices: TierChoices, limits: Limits) -> AnnouncedPlan:
         """What the run will lease, with second places where they fit.

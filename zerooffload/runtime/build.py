@@ -29,13 +29,13 @@ from zerooffload.planner.placement import (
 )
 from zerooffload.planner.problem import PlacementProblem
 from zerooffload.planner.stages import Sharding, sharding_of
-from zerooffload.planner.units import optimizer_states
+from zerooffload.planner.units import lay_out_units, optimizer_states
 from zerooffload.runtime.backwards import BackwardCount
 from zerooffload.runtime.hook_points import HookPoint
 from zerooffload.runtime.initial_states import InitialStates
 from zerooffload.runtime.initialization import is_on_meta, materialize
 from zerooffload.runtime.micro_batches import slice_blocks
-from zerooffload.runtime.planning import cut, plan_together
+from zerooffload.runtime.planning import plan_together, problem_of
 from zerooffload.runtime.resources import Drive, Parts, Resources, limits_of, warn_if_memory_is_short
 from zerooffload.runtime.run import Run
 from zerooffload.runtime.shared_homes import meet_in_memory
@@ -44,7 +44,7 @@ from zerooffload.runtime.update_mode import ModeChooser
 from zerooffload.runtime.updating import UpdatePolicy
 from zerooffload.sharding.collectives import Collectives, SingleRank, agree
 from zerooffload.sharding.flat import Flat
-from zerooffload.sharding.grouping import UnitModules
+from zerooffload.sharding.grouping import UnitModules, find_units
 from zerooffload.sharding.local_tensors import (
     local_tensor,
 )
@@ -194,14 +194,11 @@ def _cut(
     """The units, what is to be placed, and within which limits."""
     _check_model(model)
     accelerator = env.accelerator
-    found, problem = cut(
-        model,
-        config,
-        Reach(accelerator.shares_host_memory, accelerator.range_nbytes),
-        sharding=sharding,
-        world_size=env.collectives.world_size,
-        device=accelerator.device,
-    )
+    found = find_units(model, config.units)
+    world_size, device = env.collectives.world_size, accelerator.device
+    layouts = lay_out_units(model, found, config, world_size=world_size, device=device)
+    reach = Reach(accelerator.shares_host_memory, accelerator.range_nbytes)
+    problem = problem_of(found, layouts, config, reach, sharding=sharding)
     return found, problem, limits_of(config, accelerator)
 
 

@@ -2,56 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-
-import torch
-from torch import nn
 
 from zerooffload.calibration import remembered_machine
 from zerooffload.config import OffloadConfig, TierName
 from zerooffload.planner.admission import AnnouncedPlan, Limits
 from zerooffload.planner.homes import homes_within, leaves_homes_open
-from zerooffload.planner.placement import Reach
+from zerooffload.planner.placement import Reach, UnitLayout
 from zerooffload.planner.problem import PlacementProblem, block_inputs_of, choices_of
 from zerooffload.planner.profiles import MachineProfile, typical_machine
 from zerooffload.planner.stages import Sharding
-from zerooffload.planner.units import lay_out_units
 from zerooffload.runtime.checkpoint_room import checkpoint_nbytes
 from zerooffload.runtime.micro_batches import check_blocks
 from zerooffload.sharding.collectives import Collectives, agree
-from zerooffload.sharding.grouping import UnitModules, find_units
+from zerooffload.sharding.grouping import UnitModules
 
 
-def cut(
-    model: nn.Module,
+def problem_of(
+    units: Sequence[UnitModules],
+    layouts: Sequence[UnitLayout],
     config: OffloadConfig,
     reach: Reach,
     *,
     sharding: Sharding,
-    world_size: int,
-    device: torch.device,
-) -> tuple[list[UnitModules], PlacementProblem]:
-    """The model's units, and what is to be placed.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Its parameters may be on the meta device.
-    world_size : int
-        Ranks that share it.
-    device : torch.device
-        On which it computes.
+) -> PlacementProblem:
+    """What is to be placed of a model that was cut into units, and laid out.
 
     Raises
     ------
     ConfigError
         If the model or a setting cannot work as given.
     """
-    found = find_units(model, config.units)
-    layouts = lay_out_units(model, found, config, world_size=world_size, device=device)
-    inputs = block_inputs_of(found, layouts, config, reach)
-    check_blocks(found, config, inputs)
-    problem = PlacementProblem(
+    inputs = block_inputs_of(units, layouts, config, reach)
+    check_blocks(units, config, inputs)
+    return PlacementProblem(
         layouts=layouts,
         config=config,
         reach=reach,
@@ -59,7 +44,6 @@ def cut(
         block_inputs=inputs,
         checkpoint_nbytes=checkpoint_nbytes,
     )
-    return found, problem
 
 
 def plan_together(problem: PlacementProblem, limits: Limits, collectives: Collectives) -> AnnouncedPlan:

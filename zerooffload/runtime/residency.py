@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from zerooffload.accelerator import Accelerator
 from zerooffload.errors import BudgetError, ConfigError, InternalError
 from zerooffload.formats import format_bytes
-from zerooffload.planner.cost.window import choose_victims
+from zerooffload.planner.cost.window import choose_victims, first_uses
 from zerooffload.runtime.fetch import Fetch, Fetcher
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.collectives import Collectives
@@ -104,11 +104,12 @@ class Residency:
     def prefetch(self, upcoming: Sequence[Unit]) -> None:
         """Start fetches for what comes next, as far as the window reaches."""
         self._fetcher.advance()
+        next_use = first_uses(upcoming)
         for position, unit in enumerate(upcoming):
             if not unit.moving_parts or unit.state.current is not ShardState.AT_HOME:
                 continue
             missing = self._taken_nbytes + unit.range_nbytes - self._window_nbytes
-            victims = choose_victims(self._idle(), upcoming, missing, sooner_than=position) if missing > 0 else []
+            victims = choose_victims(self._idle(), next_use, missing, sooner_than=position) if missing > 0 else []
             if missing > 0 and not victims:
                 self._fetcher.read_ahead(
                     other
@@ -159,7 +160,7 @@ class Residency:
         for other in [other for other in self._fetches if not self._in_use[other]]:
             # A wrong guess: it must arrive before its memory can be used for something else.
             self._finish(other)
-        victims = choose_victims(self._idle(), upcoming, missing)
+        victims = choose_victims(self._idle(), first_uses(upcoming), missing)
         if not victims:
             used = ", ".join(other.name for other in self._in_use if self._in_use[other] and other is not unit)
             raise BudgetError(

@@ -87,6 +87,11 @@ class FlatLayout:
     block_numel: int = 1
     counts: bool = True
 
+    @property
+    def signature(self) -> tuple[torch.dtype, bool, int, int]:
+        """The same for buffers that hold as much of the same, whatever their parameters' names and shapes."""
+        return self.dtype, self.trainable, self.numel, self.world_size
+
     @cached_property
     def numel(self) -> int:
         """Elements of the whole buffer, padding included."""

@@ -122,7 +122,7 @@ class RecordLayout:
         """Bytes of a record on a file, and in the buffer of its transfer."""
         return round_up(self.record_nbytes(chunk), FILE_ALIGNMENT_BYTES)
 
-    @property
+    @cached_property
     def largest_file_nbytes(self) -> int:
         """Bytes of the longest record on a file; 0 if there is none."""
         return self.file_nbytes(self.chunks.start) if self.chunks else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import combinations
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from zerooffload import BudgetError, ConfigError, InternalError, TierIOError
 from zerooffload.accelerator.cpu import CpuAccelerator
-from zerooffload.planner.cost.window import choose_victims
+from zerooffload.planner.cost.window import choose_victims, first_uses
 from zerooffload.runtime.residency import Residency
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.sharding.collectives import SingleRank
@@ -253,14 +254,14 @@ def evictions(draw: st.DrawFn) -> tuple[list[Any], list[Any], int]:
     return units, upcoming, draw(st.integers(1, 12))
 
 
-def next_use(unit: Any, upcoming: list[Any]) -> int:
-    return upcoming.index(unit) if unit in upcoming else len(upcoming)
+def next_use(unit: Any, upcoming: list[Any]) -> float:
+    return upcoming.index(unit) if unit in upcoming else inf
 
 
 @given(evictions())
 def test_victims_are_those_of_farthest_next_use_and_no_more_than_needed(case: tuple[list[Any], list[Any], int]) -> None:
     candidates, upcoming, need = case
-    victims = choose_victims(candidates, upcoming, need)
+    victims = choose_victims(candidates, first_uses(upcoming), need)
     sizes = {unit: unit.range_nbytes for unit in candidates}
     if sum(sizes.values()) < need:
         assert victims == []
@@ -279,7 +280,7 @@ def test_nothing_that_is_needed_before_the_newcomer_is_given_up(
     case: tuple[list[Any], list[Any], int], position: int
 ) -> None:
     candidates, upcoming, need = case
-    victims = choose_victims(candidates, upcoming, need, sooner_than=position)
+    victims = choose_victims(candidates, first_uses(upcoming), need, sooner_than=position)
     assert all(next_use(unit, upcoming) > position for unit in victims)
     later = [unit for unit in candidates if next_use(unit, upcoming) > position]
     assert bool(victims) == (sum(unit.range_nbytes for unit in later) >= need)

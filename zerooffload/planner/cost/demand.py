@@ -65,7 +65,6 @@ class UnitDemand:
 
     Attributes
     ----------
-    name : str
     range_nbytes : int
         In the window of parameters in use; 0 for one that is always there.
     arrival, first_arrival : Demand
@@ -93,7 +92,6 @@ class UnitDemand:
         Elements of each chunk in which the update goes, in forward's order.
     """
 
-    name: str
     range_nbytes: int
     arrival: Demand
     first_arrival: Demand
@@ -113,7 +111,14 @@ class UnitDemand:
 
 def unit_demands(placement: Placement) -> dict[str, UnitDemand]:
     """Each unit's demands, by its name."""
-    return {unit.name: _unit_demand(unit, placement) for unit in placement.units}
+    alike: dict[object, UnitDemand] = {}
+    found = {}
+    for unit in placement.units:
+        kind = unit.without_names
+        if kind not in alike:
+            alike[kind] = _unit_demand(unit, placement)
+        found[unit.name] = alike[kind]
+    return found
 
 
 def may_go_ahead(placement: Placement) -> bool:
@@ -130,7 +135,6 @@ def _unit_demand(unit: UnitPlacement, placement: Placement) -> UnitDemand:
     trained = _trained(unit)
     on_device = bool(trained) and all(_is_all_on_device(flat, placement) for flat in trained)
     return UnitDemand(
-        name=unit.name,
         range_nbytes=sum(placement.reach.range_nbytes(flat.range_length) for flat in moving),
         arrival=total([_arrival(flat, placement) for flat in moving]),
         first_arrival=total([_first_arrival(flat, placement) for flat in moving]),

@@ -10,7 +10,7 @@ from zerooffload.config import TierName, UpdateMode
 from zerooffload.formats import round_up
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.planner.cost.chunks_in_ring import ChunksInRing
-from zerooffload.planner.cost.demand import Demand, UnitDemand, may_go_ahead, unit_demands
+from zerooffload.planner.cost.demand import Demand, may_go_ahead, unit_demands
 from zerooffload.planner.cost.lanes import Task, Timing, busiest_seconds, run_lanes
 from zerooffload.planner.cost.speeds import Speeds
 from zerooffload.planner.cost.task_list import RING, Lane, TaskList, pairs_of
@@ -114,8 +114,7 @@ def floor_seconds(plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind
         If the machine's profile lacks a rate.
     """
     steps = _Steps(plan, model, speeds, kind)
-    # The first finds nothing in host memory.
-    steps.add_step()
+    steps.follow_another()
     steps.add_step()
     pairs = pairs_of(speeds)
     return max(busiest_seconds(steps.last(), pairs), sum(busiest_seconds(part, pairs) for part in steps.parts()))
@@ -192,6 +191,11 @@ class _Steps:
             self._add_backward(is_first=number == 0)
             self._begins.append(len(self.tasks))
         return self._add_update()
+
+    def follow_another(self) -> None:
+        """Let the first step find in host memory what a step before it left there, and no tasks of that one."""
+        self.moved_by_step.append(Demand())
+        self._ring.leave(self._update_order(), is_backwards=self._is_backwards())
 
     @property
     def moved(self) -> Demand:
@@ -333,34 +337,33 @@ class _Steps:
                 continue
             goes_ahead = self._goes_ahead and unit.goes_ahead
             after = [*self._left[name], *self._at_home[name]] if goes_ahead else [decided]
-            written += self._update(unit, after, rank)
+            written += self._update(name, after, rank)
         self._ring.leave(order, is_backwards=self._is_backwards())
         self._committed = [self._add.commit(written)] if written else []
         return decided if self._goes_round else self._compute(0.0, written, "updated")
 
-    def _update(self, unit: UnitDemand, after: Sequence[int], rank: int) -> list[int]:
+    def _update(self, name: str, after: Sequence[int], rank: int) -> list[int]:
         """A unit's update, in some pieces; what must be over for its states to be home."""
-        kept = self._ring.part_for_update(unit.name) * unit.staged_nbytes
+        unit = self._demands[name]
+        kept = self._ring.part_for_update(name) * unit.staged_nbytes
         demand = replace(unit.update, nvme_read=unit.update.nvme_read - kept)
         self._moves(demand)
         num_pieces = max(1, min(_MOST_PIECES, len(unit.chunk_numels)))
-        self._renewed[unit.name], self._at_home[unit.name] = [], []
+        self._renewed[name], self._at_home[name] = [], []
         seconds = demand.host_traffic / self._speeds.kernel + unit.checked_nbytes / self._speeds.checksum
         seconds = self._speeds.corrected("update", seconds) / num_pieces
         holds = demand.nvme_read > 0
         for _ in range(num_pieces):
-            ready = self._add.copy(Lane.COPY_OUT, demand.copy_out / num_pieces, list(after), unit.name)
-            ready = self._add.read(Lane.STATE_READ, demand.nvme_read / num_pieces, ready, unit.name, rank, takes=holds)
+            ready = self._add.copy(Lane.COPY_OUT, demand.copy_out / num_pieces, list(after), name)
+            ready = self._add.read(Lane.STATE_READ, demand.nvme_read / num_pieces, ready, name, rank, takes=holds)
             leaves_ring = holds and not demand.nvme_written
-            stepped = self._add.update(seconds, ready, f"{unit.name} update", rank, frees=leaves_ring)
-            home = self._add.copy(Lane.COPY_IN, demand.copy_in / num_pieces, [stepped], unit.name)
-            home = self._add.write(
-                demand.nvme_written / num_pieces, [*home, *self._committed], unit.name, rank, frees=holds
-            )
+            stepped = self._add.update(seconds, ready, f"{name} update", rank, frees=leaves_ring)
+            home = self._add.copy(Lane.COPY_IN, demand.copy_in / num_pieces, [stepped], name)
+            home = self._add.write(demand.nvme_written / num_pieces, [*home, *self._committed], name, rank, frees=holds)
             self._stepped.append(stepped)
-            self._renewed[unit.name].append(stepped)
-            self._at_home[unit.name] += home
-        return self._at_home[unit.name]
+            self._renewed[name].append(stepped)
+            self._at_home[name] += home
+        return self._at_home[name]
 
     def _input_nbytes(self, name: str) -> tuple[int, int]:
         """Of a block's input that goes away: what is copied each way, and what the drive writes, and reads again."""

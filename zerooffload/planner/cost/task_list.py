@@ -39,6 +39,8 @@ class Lane(StrEnum):
 RING = "staging ring"
 """What has slots that a task takes, or frees."""
 _DRIVE, _MEMORY, _CORES, _COPIES = "drive", "host memory", "cores", "copies"
+_DRIVE_LOADS: Mapping[str, float] = {_DRIVE: 1.0}
+_NO_LOADS: Mapping[str, float] = {}
 
 
 def pairs_of(speeds: Speeds) -> list[Pair]:
@@ -74,6 +76,7 @@ class TaskList:
         # Of what runs on all cores, where the device computes on them too.
         self._core_loads = {_CORES: 1.0} if shares_host else {}
         self._kernel_loads = {_MEMORY: speeds.kernel / speeds.host_memory, **self._core_loads}
+        self._copies = {lane: self._copy(lane) for lane in (Lane.COPY_IN, Lane.COPY_OUT)}
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -100,36 +103,41 @@ class TaskList:
         if not nbytes:
             return list(after)
         seconds = self._speeds.corrected("drive", nbytes / self._speeds.read)
-        return [self._add(lane, seconds, after, {_DRIVE: 1.0}, name, rank=rank, takes=RING if takes else "")]
+        return [self._add(lane, seconds, after, _DRIVE_LOADS, name, rank=rank, takes=RING if takes else "")]
 
     def write(self, nbytes: float, after: Sequence[int], name: str, rank: int = 0, *, frees: bool = False) -> list[int]:
         """To the drive, out of a slot of the ring with `frees`."""
         if not nbytes:
             return list(after)
         seconds = self._speeds.corrected("drive", nbytes / self._speeds.write)
-        return [self._add(Lane.WRITE, seconds, after, {_DRIVE: 1.0}, name, rank=rank, frees=RING if frees else "")]
+        return [self._add(Lane.WRITE, seconds, after, _DRIVE_LOADS, name, rank=rank, frees=RING if frees else "")]
 
     def commit(self, after: Sequence[int]) -> int:
         """Over when these are."""
-        return self._add(Lane.WRITE, 0.0, after, {}, "commit")
+        return self._add(Lane.WRITE, 0.0, after, _NO_LOADS, "commit")
 
     def copy(self, lane: Lane, nbytes: float, after: Sequence[int], name: str) -> list[int]:
         """Between host and device."""
         if not nbytes:
             return list(after)
-        rate = self._speeds.copy_in if lane is Lane.COPY_IN else self._speeds.copy_out
+        rate, loads = self._copies[lane]
+        return [self._add(lane, self._speeds.corrected("copies", nbytes / rate), after, loads, name)]
+
+    def _copy(self, lane: Lane) -> tuple[float, Mapping[str, float]]:
+        """The rate of copies, and what they load."""
         if self._shares_host:
             # By the CPU, from memory to memory: what is read is written too.
-            loads, rate = {_MEMORY: 1.0, _CORES: 1.0}, self._speeds.host_memory / 2
-        else:
-            loads = {_COPIES: 1.0, _MEMORY: rate / self._speeds.host_memory}
-        return [self._add(lane, self._speeds.corrected("copies", nbytes / rate), after, loads, name)]
+            return self._speeds.host_memory / 2, {_MEMORY: 1.0, _CORES: 1.0}
+        rate = self._speeds.copy_in if lane is Lane.COPY_IN else self._speeds.copy_out
+        return rate, {_COPIES: 1.0, _MEMORY: rate / self._speeds.host_memory}
 
     def link(self, nbytes: float, after: Sequence[int], name: str) -> list[int]:
         """Between ranks."""
         if not nbytes:
             return list(after)
-        return [self._add(Lane.LINK, self._speeds.corrected("link", nbytes / self._speeds.gather), after, {}, name)]
+        return [
+            self._add(Lane.LINK, self._speeds.corrected("link", nbytes / self._speeds.gather), after, _NO_LOADS, name)
+        ]
 
     def _add(
         self,
@@ -143,7 +151,7 @@ class TaskList:
         takes: str = "",
         frees: str = "",
     ) -> int:
-        waits = sorted(set(after))
+        waits = sorted(set(after)) if len(after) > 1 else after
         self.tasks.append(
             Task(lane=lane, seconds=seconds, after=waits, rank=rank, loads=loads, takes=takes, frees=frees, name=name)
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol, TypeVar
 
 
@@ -19,7 +21,7 @@ H = TypeVar("H", bound=Held)
 
 
 def choose_victims(
-    candidates: Sequence[H], upcoming: Sequence[H], need_nbytes: int, *, sooner_than: int | None = None
+    candidates: Sequence[H], next_use: Callable[[H], float], need_nbytes: int, *, sooner_than: float = -inf
 ) -> list[H]:
     """Units to evict so that `need_nbytes` become free, farthest next use first (Belady 1966).
 
@@ -27,25 +29,29 @@ def choose_victims(
     ----------
     candidates : sequence
         Full units that nobody uses now.
-    sooner_than : int, optional
-        Position in `upcoming` of what the room is for: a unit that is needed before it is not given up.
+    next_use : callable
+        When a unit is used again, as a position in what is to come; infinite for never.
+    sooner_than : float, optional
+        Position of what the room is for: a unit that is needed before it is not given up.
 
     Returns
     -------
     list
         Empty if not enough could be given up.
     """
-    next_use = {id(unit): position for position, unit in reversed(list(enumerate(upcoming)))}
-    never = len(upcoming)
     victims, freed = [], 0
-    for unit in sorted(candidates, key=lambda unit: -next_use.get(id(unit), never)):
-        if freed >= need_nbytes:
-            break
-        if sooner_than is not None and next_use.get(id(unit), never) <= sooner_than:
+    for unit in sorted(candidates, key=next_use, reverse=True):
+        if freed >= need_nbytes or next_use(unit) <= sooner_than:
             break
         victims.append(unit)
         freed += unit.range_nbytes
     return victims if freed >= need_nbytes else []
+
+
+def first_uses(upcoming: Sequence[H]) -> Callable[[H], float]:
+    """The position of each unit's first use among these; infinite for one without any."""
+    positions = {id(unit): position for position, unit in reversed(list(enumerate(upcoming)))}
+    return lambda unit: positions.get(id(unit), inf)
 
 
 @dataclass(frozen=True)
@@ -104,36 +110,48 @@ class _Window:
         for number, visits in enumerate(self._passes):
             is_forward = number % 2 == 0
             follows = self._passes[number + 1] if is_forward and number + 1 < len(self._passes) else []
-            upcoming = [unit for visit in [*visits, *follows] for unit in visit if unit.range_nbytes]
-            position = 0
+            self._foresee([unit for visit in [*visits, *follows] for unit in visit if unit.range_nbytes])
             for offset, visit in enumerate(visits):
-                position += sum(1 for unit in visit if unit.range_nbytes)
-                self._visit(first + offset, visit, visits[0], upcoming[position:])
+                self._position += sum(1 for unit in visit if unit.range_nbytes)
+                self._visit(first + offset, visit, visits[0])
             first += len(visits)
         return self._found
 
-    def _visit(self, number: int, visit: Sequence[_Unit], pinned: Sequence[_Unit], upcoming: Sequence[_Unit]) -> None:
+    def _foresee(self, upcoming: Sequence[_Unit]) -> None:
+        """What follows is used in this order."""
+        self._upcoming, self._position = upcoming, 0
+        self._uses: dict[_Unit, list[int]] = {}
+        for position, unit in enumerate(upcoming):
+            self._uses.setdefault(unit, []).append(position)
+
+    def _next_use(self, unit: _Unit) -> float:
+        uses = self._uses.get(unit, ())
+        number = bisect_left(uses, self._position)
+        return uses[number] if number < len(uses) else inf
+
+    def _visit(self, number: int, visit: Sequence[_Unit], pinned: Sequence[_Unit]) -> None:
         used = {*visit, *pinned}
         for unit in visit:
             if unit.range_nbytes and unit not in self._full:
-                self._come(unit, number, self._victims(unit, used, upcoming))
+                self._come(unit, number, self._victims(unit, used))
         for unit in used:
             if unit in self._full:
                 self._full[unit] = number
-        for position, unit in enumerate(upcoming):
+        for position in range(self._position, len(self._upcoming)):
+            unit = self._upcoming[position]
             if unit in self._full:
                 continue
-            victims = self._victims(unit, used, upcoming, sooner_than=position)
+            victims = self._victims(unit, used, sooner_than=position)
             if unit.range_nbytes > self._free_nbytes and not victims:
                 return
             self._come(unit, number, victims)
 
-    def _victims(
-        self, unit: _Unit, used: set[_Unit], upcoming: Sequence[_Unit], *, sooner_than: int | None = None
-    ) -> list[_Unit]:
+    def _victims(self, unit: _Unit, used: set[_Unit], *, sooner_than: float = -inf) -> list[_Unit]:
         missing = unit.range_nbytes - self._free_nbytes
+        if missing <= 0:
+            return []
         idle = [other for other in self._full if other not in used]
-        return choose_victims(idle, upcoming, missing, sooner_than=sooner_than) if missing > 0 else []
+        return choose_victims(idle, self._next_use, missing, sooner_than=sooner_than)
 
     def _come(self, unit: _Unit, number: int, victims: Sequence[_Unit]) -> None:
         room_after = max((self._full.pop(victim) for victim in victims), default=-1)

@@ -101,16 +101,13 @@ def kinds_of(
     alike: dict[tuple[object, tuple[Homes, ...]], list[str]] = {}
     for name in [*order, *(name for name in layouts if name not in order)]:
         if layouts[name].flats:
-            alike.setdefault((_signature(layouts[name]), _allowed(problem.config, name, tiers)), []).append(name)
+            signature = tuple(flat.signature for flat in layouts[name].flats)
+            alike.setdefault((signature, _allowed(problem.config, name, tiers)), []).append(name)
     found = []
     for (_, allowed), names in alike.items():
         costs = [_cost(problem, layouts[names[0]], homes, kind, speeds, doubled=doubled) for homes in allowed]
         found.append(Kind(tuple(names), tuple(costs)))
     return found
-
-
-def _signature(layout: UnitLayout) -> object:
-    return tuple((flat.dtype, flat.trainable, flat.numel, flat.world_size) for flat in layout.flats)
 
 
 def _allowed(config: OffloadConfig, name: str, tiers: Sequence[TierName]) -> tuple[Homes, ...]:

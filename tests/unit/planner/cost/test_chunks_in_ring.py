@@ -14,15 +14,14 @@ NUM_CACHED = 2
 
 def ring_of(*, goes_round: bool, goes_ahead: bool = False) -> ChunksInRing:
     assert NUM_STAGING_SLOTS == 4
-    demands = {name: _unit(name) for name in ORDER}
+    demands = {name: _unit() for name in ORDER}
     return ChunksInRing(demands, NUM_CACHED, 4 * len(ORDER), goes_round=goes_round, goes_ahead=goes_ahead)
 
 
-def _unit(name: str) -> UnitDemand:
+def _unit() -> UnitDemand:
     """Of four chunks, the last one short: 60, 60, 60, 20."""
     none = Demand()
     return UnitDemand(
-        name=name,
         range_nbytes=1,
         arrival=none,
         first_arrival=none,
