@@ -9,12 +9,15 @@ if(ZEROOFFLOAD_WERROR)
   list(APPEND ZEROOFFLOAD_WARNINGS -Werror)
 endif()
 
+# Of the kernels, whose plain loops the compiler is to vectorize.
+set(ZEROOFFLOAD_KERNEL_OPTIMIZATION -O3 CACHE STRING "")
+
 # optim/kernels.cpp once more, for one CPU target: [Note: The same bits in every target] there says why these flags.
 function(zerooffload_add_kernels name table)
   add_library(zerooffload_kernels_${name} OBJECT ${ZEROOFFLOAD_CSRC}/optim/kernels.cpp)
   target_compile_definitions(zerooffload_kernels_${name} PRIVATE ZEROOFFLOAD_KERNEL_TABLE=${table})
   target_compile_options(zerooffload_kernels_${name} PRIVATE
-    -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math ${ARGN})
+    ${ZEROOFFLOAD_KERNEL_OPTIMIZATION} -ffp-contract=off -fno-math-errno -fno-trapping-math ${ARGN})
   target_link_libraries(zerooffload_kernels_${name} PRIVATE zerooffload_options)
   set_target_properties(zerooffload_kernels_${name} PROPERTIES
     POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden)

@@ -1,4 +1,4 @@
-"""What the compiler made of the kernels: one object file for each CPU target, of which only the table can be seen.
+"""The C++ tests as the package is built, and what the compiler made of the kernels: an object file for each CPU target.
 
 [Note: symbols of kernel objects]
 A function that two objects define is linked once, into both, from either of them: from the one that needs AVX-512, say.
@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.native_build import NEEDS_A_BUILD, run
+from support.native_build import NEEDS_A_BUILD, build, run
 
 TABLES = {
     "baseline": "kBaselineKernels",
@@ -31,6 +31,12 @@ only_x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="looks f
 
 
 @pytest.fixture(scope="module")
+def plain_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tests' program, and the object files that it was linked from."""
+    return build(tmp_path_factory.mktemp("plain"), "")
+
+
+@pytest.fixture(scope="module")
 def objects(plain_build: Path) -> dict[str, Path]:
     """Each target's object file."""
     found = {}
@@ -44,6 +50,10 @@ def objects(plain_build: Path) -> dict[str, Path]:
 def code(objects: dict[str, Path]) -> dict[str, str]:
     """Each target's instructions."""
     return {target: run("objdump", "-d", "--no-show-raw-insn", path) for target, path in objects.items()}
+
+
+def test_the_tests_pass(plain_build: Path) -> None:
+    assert run(plain_build / "native_tests").rstrip().endswith(" 0 failed")
 
 
 @needs_nm
