@@ -29,7 +29,7 @@ WORLD_SIZE = 3
 _LIMIT_SECONDS = 50
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2] if EXHAUSTIVE else [0, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2] if EXHAUSTIVE else [2])
 def test_the_memory_of_one_and_the_same_bits(stage: int, tmp_path: Path) -> None:
     """Frozen parameters in every stage; trained ones where each rank updates a part of them."""
     ranks = run_ranks(train_with_and_without, WORLD_SIZE, str(tmp_path), stage, limit_seconds=_LIMIT_SECONDS)
@@ -70,7 +70,7 @@ CASES = [
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_same_bits_while_units_come_and_go(world_size: int, tmp_path: Path) -> None:
-    cases = CASES[world_size % one_in(2) :: one_in(2)]
+    cases = CASES[world_size % one_in(2) :: one_in(2 if world_size == 2 else 4)]
     wrong = run_ranks(train_in_the_least_window, world_size, str(tmp_path), cases)
     assert wrong == [[]] * world_size
 

@@ -8,7 +8,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,10 +69,10 @@ class MostlyFrozen(nn.Module):
 
 
 @contextmanager
-def apart(rank: int) -> Iterator[None]:
-    """As if the ranks were on machines of their own."""
+def apart(number: int) -> Iterator[None]:
+    """As if this rank was on the machine of that number: by its own, ranks are on machines of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zerooffload.accelerator.shared_pages.this_machine", lambda: f"machine {rank}")
+        patch.setattr("zerooffload.accelerator.shared_pages.this_machine", lambda: f"machine {number}")
         yield
 
 
@@ -82,11 +82,14 @@ def offloaded(folder: str, stage: int) -> nn.Module:
     return zo.offload(MostlyFrozen(), offload_config(folder, ON_HOST, stage=stage))
 
 
-def train_with_and_without(rank: int, world_size: int, folder: str, stage: int) -> list[dict[str, Any]]:
-    """On one host copy, and on each rank's own."""
+def train_with_and_without(
+    rank: int, world_size: int, folder: str, stage: int, machines: Sequence[int] = ()
+) -> list[dict[str, Any]]:
+    """On one host copy, or one for each of these machines, which are the ranks'; and on each rank's own."""
     del world_size
     with simulated_devices():
-        shared = _train(rank, folder, stage)
+        with apart(machines[rank]) if machines else nullcontext():
+            shared = _train(rank, folder, stage)
         gc.collect()
         with apart(rank):
             own = _train(rank, folder, stage)
@@ -141,12 +144,19 @@ def shared_memory() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Case:
-    """A training whose parameters are on host, with these further fields of `OffloadConfig`."""
+    """A training whose parameters are on host, with these further fields of `OffloadConfig`.
+
+    Attributes
+    ----------
+    machines : tuple[int, ...]
+        On which the ranks are; all on one if there is none.
+    """
 
     stage: int
     update: str
     optimizer: str = "host"
     num_replicas: int = 1
+    machines: tuple[int, ...] = ()
     fields: dict[str, Any] = field(default_factory=dict)
 
 
@@ -177,17 +187,23 @@ def train_in_the_least_window(rank: int, world_size: int, folder: str, cases: Se
                 with apart(rank), counted_homes() as names:
                     owns[key] = _train_case(rank, world_size, folder, plainly)
                 assert not names
-            with counted_homes() as names:
+            with counted_homes() as names, apart(case.machines[rank]) if case.machines else nullcontext():
                 shared = _train_case(rank, world_size, folder, case)
         own, params = owns[key], owns[key]["params"].items()
         wrong += [f"{case}: {name}" for name in ("losses", "norms") if shared[name] != own[name]]
         wrong += [f"{case}: {name}" for name, value in params if not torch.equal(shared["params"][name], value)]
         wrong += [f"{case}: {run['leased']}" for run in (shared, own) if run["leased"] != run["planned"]]
-        # Nobody takes home what its owner has put there.
+        # Nobody takes home what its owner has put there; what nobody here owns, the machine's ranks do together.
         num_shards = world_size // case.num_replicas
-        of_others = own["flat_bytes"] * (num_shards - 1) // num_shards
-        if not names or shared["moved"]["copy_out"] != own["moved"]["copy_out"] - of_others:
-            wrong.append(f"{case}: {names} are shared; {shared['moved']} {own['moved']}")
+        num_here = case.machines.count(case.machines[rank]) if case.machines else num_shards
+        of_others, of_other_machines = (own["flat_bytes"] * (num_shards - many) // num_shards for many in (1, num_here))
+        taken = of_others + shared["moved"]["copy_out"] - own["moved"]["copy_out"]
+        everyones: list[tuple[int, int]] = [(0, 0)] * world_size
+        dist.all_gather_object(everyones, (case.machines[rank] if case.machines else rank, taken))
+        if case.machines:
+            taken = sum(many for machine, many in everyones if machine == case.machines[rank])
+        if bool(names) != (num_here > 1) or taken != of_other_machines:
+            wrong.append(f"{case}: {names} are shared; {taken} {of_other_machines} {shared['moved']} {own['moved']}")
     return wrong
 
 

@@ -203,6 +203,7 @@ CASES: dict[tuple[str, Wait], list[Case]] = {
 }
 BY_CHANCE = "between two threads of ours: without the wait it is chance who comes first; shown in"
 BY_RANKS = "only several ranks gather parameters: see tests/distributed/test_stages.py"
+BY_MACHINES = "only ranks on several machines take parts home: see tests/distributed/test_copy_of_each_machine.py"
 ONLY_READ = (
     "the simulated device's compute is never behind, and only reads what was copied there: see test_activations.py"
 )
@@ -243,6 +244,8 @@ COVERED: dict[tuple[str, Wait], tuple[str, Case | None]] = {
     ("fetch._write_staged", Wait.PARAMETER_GATHERED): (BY_RANKS, None),
     ("fetch._write_staged", Wait.PARAMETER_COPY): (BY_RANKS, None),
     ("fetch.wait_for_copies", Wait.PARAMETER_WRITE): (BY_RANKS, None),
+    ("fetch._begin", Wait.PARAMETER_WRITE): (BY_MACHINES, None),
+    ("arrivals._work", Wait.PARAMETER_WRITE): (BY_MACHINES, None),
 }
 """Waits that another one covers: why, and a run in which they are taken out in vain, if there is one here."""
 

@@ -232,14 +232,15 @@ class _Problems:
         ConfigError
             If the model or a setting cannot work as given.
         """
-        shares_host = self._machine.device.shares_host_memory
+        device = self._machine.device
+        shares_host = device.shares_host_memory
         return problem_of(
             self._units,
             self._laid_out(config),
             config,
             Reach(shares_host, host_buffer_nbytes if shares_host else cached_block_nbytes),
             # The devices of one machine have a rank each: see [Note: one host copy] in runtime/shared_homes.py.
-            sharding=replace(sharding_of(config.stage), shares_host=self._machine.num_machines == 1),
+            sharding=replace(sharding_of(config.stage), num_sharers=max(1, device.count // self._machine.num_machines)),
         )
 
     def _laid_out(self, config: OffloadConfig) -> list[UnitLayout]:

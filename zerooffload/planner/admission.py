@@ -9,7 +9,7 @@ from typing import Literal
 from zerooffload.config import HomeTier, TierName
 from zerooffload.errors import BudgetError
 from zerooffload.formats import format_bytes
-from zerooffload.planner.placement import NUM_STAGING_SLOTS, Claim, Placement, TierChoices
+from zerooffload.planner.placement import NUM_STAGING_SLOTS, Claim, Placement, TierChoices, with_sharers
 from zerooffload.tiers.staging import CACHE_HOLDER, ring_nbytes
 
 UNBOUNDED_NBYTES = 1 << 62
@@ -75,6 +75,13 @@ class AnnouncedPlan:
         others = tuple(claim for claim in self.claims if claim.holder not in (_WINDOW, _COLLECTION))
         claims = (*others, *_claim(_COLLECTION, collection_nbytes), *_claim(_WINDOW, window_nbytes))
         return replace(self, window_nbytes=window_nbytes, collection_nbytes=collection_nbytes, claims=claims)
+
+    def with_sharers(self, num_sharers: int) -> AnnouncedPlan:
+        """The plan for a rank that has one host copy with so many; see `placement.with_sharers`."""
+        placement = with_sharers(self.placement, num_sharers)
+        cache = (claim for claim in self.claims if claim.holder == CACHE_HOLDER)
+        plan = replace(self, placement=placement, claims=(*placement.fixed_claims(), *cache))
+        return plan.with_windows(self.window_nbytes, self.collection_nbytes)
 
     def with_cache(self) -> AnnouncedPlan:
         """The plan with as many further slots in the staging ring as host memory is left for, and chunks there are."""

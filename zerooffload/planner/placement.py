@@ -49,6 +49,9 @@ JOURNAL_HOLDER = "journal"
 _Homes: TypeAlias = tuple[TierName, TierName, TierName]
 """Of parameters, optimizer and gradients."""
 _NO_HOMES: _Homes = (TierName.HOST,) * 3
+ARRIVALS_HOLDER = "arrival counters"
+COUNTER_NBYTES = host_buffer_nbytes(8)
+"""Of the counter of each rank; a page, as each leases what is its own."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,11 @@ class FlatPlacement:
     def own(self) -> range:
         """The shards that this rank updates; of frozen parameters, those that it holds."""
         return (self.optimizer or self.param).layout.shards
+
+    @property
+    def shares_arrivals(self) -> bool:
+        """Whether some ranks have one copy of the parameters, and each takes a part home of what others update."""
+        return self.optimizer is not None and 1 < self.param.num_sharers < self.layout.world_size
 
     @property
     def range_length(self) -> int:
@@ -273,9 +281,16 @@ class Placement:
 
     @property
     def shared_nbytes(self) -> int:
-        """Host memory that all ranks map."""
+        """Host memory that several ranks map."""
         states = [state for unit in self.units for flat in unit.flats for state in flat.states()]
-        return sum(host_buffer_nbytes(state.layout.memory_nbytes) for state in states if state.num_sharers > 1)
+        homes = sum(host_buffer_nbytes(state.layout.memory_nbytes) for state in states if state.num_sharers > 1)
+        return homes + self.num_arrival_counters * COUNTER_NBYTES
+
+    @property
+    def num_arrival_counters(self) -> int:
+        """One for each rank that has one copy of parameters with this one, where each takes a part of them home."""
+        flats = (flat for unit in self.units for flat in unit.flats)
+        return max((flat.param.num_sharers for flat in flats if flat.shares_arrivals), default=0)
 
     def home_claims(self) -> list[Claim]:
         """What states take at home, and their copies."""
@@ -294,6 +309,7 @@ class Placement:
             Claim(TierName.HOST, "staging ring", ring_nbytes(NUM_STAGING_SLOTS, self.slot_nbytes)),
             Claim(TierName.HOST, "parameter staging", ring_nbytes(NUM_PARAMETER_SLOTS, self.param_slot_nbytes)),
             Claim(TierName.HOST, "gradient staging", ring_nbytes(self.num_gradient_slots, self.gradient_slot_nbytes)),
+            Claim(TierName.HOST, ARRIVALS_HOLDER, COUNTER_NBYTES if self.num_arrival_counters else 0),
         ]
         if self.commits_steps:
             record_nbytes = record_capacity(self.num_kept_chunks)
@@ -439,8 +455,9 @@ class Placer:
         homes = _homes_of(choices, unit.name) if unit.flats else _NO_HOMES
         key = unit.name, homes, commits
         if key not in self._placed:
-            flats = tuple(self._flat(flat, homes, commits=commits) for flat in unit.flats)
-            reach = self._reach
+            reach, num_sharers = self._reach, self._sharding.num_sharers
+            placed = [self._flat(flat, homes, commits=commits) for flat in unit.flats]
+            flats = tuple(_with_sharers(flat, reach, num_sharers) for flat in placed)
             self._placed[key] = _PlacedUnit(
                 UnitPlacement(unit.name, flats, unit.needs),
                 range_nbytes=sum(reach.range_nbytes(flat.range_length) for flat in flats if flat.moves),
@@ -470,10 +487,6 @@ class Placer:
         param_slots = (2 if layout.trainable else 1) if is_kept else 0
         part = Part("param", layout.dtype)
         param = state("parameters", of_param, (part,), is_sharded=sharding.params, num_slots=param_slots)
-        # Where each rank updates all shards, each has bytes of its own.
-        is_written_by_all = layout.trainable and len(own) == num_shards
-        if sharding.shares_host and not is_written_by_all and _may_be_shared(param, reach):
-            param = replace(param, num_sharers=num_shards)
         optimizer = gradient = None
         if layout.trainable:
             record, num_slots = self._states.parts(layout.dtype), 2 if commits else 0
@@ -491,6 +504,20 @@ class Placer:
             moves=len(param.layout.shards) < num_shards or not reach.by_device(param.tier),
             collects=gradient is not None and (several or not reach.by_device(gradient.tier)),
         )
+
+
+def with_sharers(placement: Placement, num_sharers: int) -> Placement:
+    """The placement for a rank that has one copy with so many, itself included, of what these hold alike on host."""
+    units = tuple(
+        replace(unit, flats=tuple(_with_sharers(flat, placement.reach, num_sharers) for flat in unit.flats))
+        for unit in placement.units
+    )
+    return replace(placement, units=units)
+
+
+def _with_sharers(flat: FlatPlacement, reach: Reach, num_sharers: int) -> FlatPlacement:
+    is_shared = may_be_shared(flat, reach)
+    return replace(flat, param=replace(flat.param, num_sharers=num_sharers)) if is_shared else flat
 
 
 def with_second_places(placement: Placement) -> Placement:
@@ -543,10 +570,13 @@ def _check_patterns(choices: TierChoices, names: Sequence[str]) -> None:
                 raise ConfigError(f"home tier for {pattern!r}: no unit has such a name; units are {', '.join(names)}")
 
 
-def _may_be_shared(param: StatePlacement, reach: Reach) -> bool:
+def may_be_shared(flat: FlatPlacement, reach: Reach) -> bool:
     """Whether ranks would hold the same bytes on host, which no user reaches in place."""
+    param = flat.param
     is_whole = len(param.layout.shards) > 1 and param.layout.memory_nbytes > 0
-    return is_whole and param.tier is TierName.HOST and not reach.device_shares_host
+    # Where each rank updates all shards, each has bytes of its own.
+    is_written_by_all = flat.optimizer is not None and flat.own == param.layout.shards
+    return is_whole and not is_written_by_all and param.tier is TierName.HOST and not reach.device_shares_host
 
 
 def _window_need(units: Sequence[UnitPlacement], nbytes_of: dict[str, int]) -> WindowNeed:

@@ -26,15 +26,16 @@ class Sharding:
     params, gradients, optimizer : bool
     rank : int
         Whose shards these are.
-    shares_host : bool
-        Whether all ranks can map one host memory; see [Note: one host copy] in runtime/shared_homes.py.
+    num_sharers : int
+        Ranks that can map one host memory with it, itself included; see [Note: one host copy] in
+        runtime/shared_homes.py.
     """
 
     params: bool
     gradients: bool
     optimizer: bool
     rank: int = 0
-    shares_host: bool = False
+    num_sharers: int = 1
 
     def held(self, world_size: int, *, is_sharded: bool) -> range:
         """The shards of a state that the rank holds."""

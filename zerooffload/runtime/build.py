@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zerooffload import native
-from zerooffload.accelerator import Accelerator, SharedPages
+from zerooffload.accelerator import Accelerator
 from zerooffload.aio import Engine, choose_engine, path_speeds
 from zerooffload.checkpoint.model_weights import ModelWeights
 from zerooffload.checkpoint.stored_tensor import StoredTensor, read_whole
@@ -38,7 +38,7 @@ from zerooffload.runtime.micro_batches import slice_blocks
 from zerooffload.runtime.planning import plan_together, problem_of
 from zerooffload.runtime.resources import Drive, Parts, Resources, limits_of, warn_if_memory_is_short
 from zerooffload.runtime.run import Run
-from zerooffload.runtime.shared_homes import meet_in_memory
+from zerooffload.runtime.shared_homes import Sharers, meet_in_memory
 from zerooffload.runtime.storage import open_storage
 from zerooffload.runtime.update_mode import ModeChooser
 from zerooffload.runtime.updating import UpdatePolicy
@@ -123,8 +123,8 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment, weights
         If stored values cannot be read.
     """
     baseline_bytes = process_resident_bytes()
-    pages = _shared_pages(model, config, env)
-    sharding = replace(sharding_of(config.stage, env.collectives.rank), shares_host=pages is not None)
+    sharers = _sharers(model, config, env)
+    sharding = replace(sharding_of(config.stage, env.collectives.rank), num_sharers=sharers.num_ranks)
     found, problem, limits = agree(env.collectives, lambda: _cut(model, config, env, sharding), "planning")
     params_of = dict(stored_tensors(model))
     plan = plan_together(problem, limits, env.collectives).with_cache()
@@ -138,7 +138,7 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment, weights
     drive = Drive(env.open_engine, env.path_speeds)
     resources, units = _take_resources_together(
         env.collectives,
-        lambda: _with_units(Resources(plan, config, parts, drive, storage, pages=pages), plan, params_of, env),
+        lambda: _with_units(Resources(plan, config, parts, drive, storage, sharers=sharers), plan, params_of, env),
     )
     run = Run(
         units=units,
@@ -178,10 +178,10 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment, weights
     return run
 
 
-def _shared_pages(model: nn.Module, config: OffloadConfig, env: Environment) -> SharedPages | None:
-    """Memory that all ranks can map, where something may lie there; see [Note: one host copy]."""
+def _sharers(model: nn.Module, config: OffloadConfig, env: Environment) -> Sharers:
+    """Ranks that can map one memory, where something may lie there; see [Note: one host copy]."""
     if env.collectives.world_size == 1:
-        return None
+        return Sharers()
     sharding = sharding_of(config.stage)
     holds_whole = not sharding.params and not env.accelerator.shares_host_memory
     may_share = sharding.optimizer or any(not param.requires_grad for _, param in stored_tensors(model))
@@ -270,7 +270,7 @@ def _make_flat(
         range=accelerator.reserve(placed.range_length) if placed.moves else None,
         collection=accelerator.reserve(placed.range_length) if placed.collects else None,
         rank=env.collectives.rank,
-        home_is_shared=placed.param.num_sharers > 1,
+        sharers=resources.sharers_of(placed),
     )
 
 

@@ -7,20 +7,21 @@ next, while the device has no room for them yet. A unit whose update is still un
 the update has left in memory is copied from there, as soon as it is computed.
 
 Parameters of other ranks that a home holds come with the gathering that follows an update. Where their unit may be
-fetched again before the next update, they are taken home from the range, and read from there then; but for a home that
-the ranks share, where they are.
+fetched again before the next update, they are taken home from the range, and read from there then. A home that ranks
+share has theirs already, and each takes a part of the others there.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from zerooffload.accelerator import Accelerator, Event
+from zerooffload.runtime.arrivals import Arrivals
 from zerooffload.runtime.home_reads import HomeReads
 from zerooffload.runtime.read_ahead import ReadAhead, Settled, StagedRecord, read_into_slot
 from zerooffload.runtime.update_queue import UpdateQueue
@@ -67,9 +68,11 @@ class Fetcher:
         updates: UpdateQueue,
         *,
         home_reads: HomeReads,
+        arrivals: Arrivals,
     ) -> None:
         self._updates = updates
         self._home_reads = home_reads
+        self._arrivals = arrivals
         self._not_begun: list[Fetch] = []
         self._accelerator = accelerator
         self._transfers = transfers
@@ -100,12 +103,21 @@ class Fetcher:
 
     def _is_updated(self, unit: Unit) -> bool:
         parts = unit.moving_parts
-        return self._updates.has_parameters(parts) or all(
-            self._updates.lends(part, part.current_chunks) for part in parts
+        return all(arrived.done() for arrived in self._arrived(parts)) and (
+            self._updates.has_parameters(parts) or all(self._updates.lends(part, part.current_chunks) for part in parts)
         )
+
+    def _arrived(self, parts: Iterable[UnitFlat]) -> Iterator[Waitable]:
+        """What must be over before the homes hold what other ranks take there; see [Note: each takes a part home]."""
+        for part in parts:
+            arrived = self._arrivals.of(part) if part.copies_are_current else None
+            if arrived is not None:
+                yield arrived
 
     def _begin(self, fetch: Fetch) -> None:
         self._updates.wait_for_steps(fetch.unit.moving_parts)
+        for arrived in self._arrived(fetch.unit.moving_parts):
+            self._waits.until(Wait.PARAMETER_WRITE, arrived)
         self._not_begun.remove(fetch)
         for part in fetch.unit.moving_parts:
             if part.range is None:
@@ -216,20 +228,25 @@ class Fetcher:
             fetch.last_copy.wait()
 
     def take_copies_home(self, unit: Unit, part: UnitFlat) -> None:
-        """Send home what was gathered into the part's range and its home holds of it."""
-        if part.range is None or not part.copied_chunks:
+        """Send home what was gathered into the part's range and its home holds of it, or this rank's part of that."""
+        if part.range is None:
             return
-        under_way = self._going_home.setdefault(unit, [])
-        for chunk in part.copied_chunks:
+        under_way, copied_chunks = self._going_home.setdefault(unit, []), part.copied_chunks
+        num_before = len(under_way)
+        for chunk in copied_chunks:
             content, name = part.place_of(chunk, part.range.tensor), f"{part.home.name} #{chunk}"
             record = part.home.view(Space.HOST, chunk)
             if record is not None:
-                content = content[: record.numel()]
-                under_way.append(self._transfers.to_host(record, content, Wait.PARAMETER_GATHERED, name))
+                place = part.part_to_take_home(record.numel())
+                if place.start < place.stop:
+                    target, source = record[place], content[place]
+                    under_way.append(self._transfers.to_host(target, source, Wait.PARAMETER_GATHERED, name))
             elif self._accelerator.shares_host_memory:
                 under_way.append(part.home.write(chunk, content))
             else:
                 under_way.append(self._write_staged(part.home, chunk, content, name))
+        if len(part.sharers) > 1 and copied_chunks:
+            self._arrivals.begun(part, under_way[num_before:])
         part.copies_are_current = True
 
     def _write_staged(self, home: Block, chunk: int, content: torch.Tensor, name: str) -> Waitable:

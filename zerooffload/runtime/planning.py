@@ -49,17 +49,22 @@ def problem_of(
 def plan_together(problem: PlacementProblem, limits: Limits, collectives: Collectives) -> AnnouncedPlan:
     """The plan of this rank: with the homes and windows of all others.
 
-    What "auto" leaves open is host, if that fits; else what `homes_within` finds.
+    What "auto" leaves open is host, if that fits; else what `homes_within` finds. All ranks must find the same: they
+    look for it with what the one has that has least.
 
     Raises
     ------
     BudgetError
         If the run does not fit, on this rank or another one.
     """
+    sharers, least = problem.sharding.num_sharers, problem
     if leaves_homes_open(problem):
-        everyones = collectives.gather_objects(limits)
-        limits = _least(everyones)
-    return _same_windows(agree(collectives, lambda: _plan(problem, limits, collectives), "planning"), collectives)
+        everyones = collectives.gather_objects((limits, sharers))
+        limits = _least([limits for limits, _ in everyones])
+        fewest = min(sharers for _, sharers in everyones)
+        least = replace(problem, sharding=replace(problem.sharding, num_sharers=fewest))
+    plan = agree(collectives, lambda: _plan(least, limits, collectives), "planning")
+    return _same_windows(plan.with_sharers(sharers), collectives)
 
 
 def _plan(problem: PlacementProblem, limits: Limits, collectives: Collectives) -> AnnouncedPlan:

@@ -192,10 +192,8 @@ class Residency:
         for part in unit.moving_parts:
             if not part.is_whole_at_home:
                 self._gather(part)
-                if part.home_is_shared:
-                    # What was gathered here, its ranks had at home before: see [Note: one host copy].
-                    part.copies_are_current = True
-                elif self._evicts:
+                # Where nothing is to be taken, what was gathered is there: see [Note: one host copy].
+                if self._evicts or not part.copied_chunks:
                     self._fetcher.take_copies_home(unit, part)
         unit.state.to(ShardState.FULL)
         self._full[unit] = None

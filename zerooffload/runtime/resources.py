@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zerooffload.accelerator import Accelerator, SharedPages
+import torch
+
+from zerooffload.accelerator import Accelerator
 from zerooffload.aio import Engine
 from zerooffload.config import OffloadConfig, TierName
 from zerooffload.errors import ConfigError, InternalError, TierIOError
@@ -20,9 +22,20 @@ from zerooffload.machine import available_host_bytes, host_memory_bytes, ranks_o
 from zerooffload.memory import Budget, Lease
 from zerooffload.planner.admission import DEFAULT_PART, AnnouncedPlan, Limits
 from zerooffload.planner.block_inputs import HOLDER, NUM_SLOTS, STAGING_HOLDER
-from zerooffload.planner.placement import JOURNAL_HOLDER, NUM_PARAMETER_SLOTS, NUM_STAGING_SLOTS, StatePlacement
+from zerooffload.planner.placement import (
+    ARRIVALS_HOLDER,
+    COUNTER_NBYTES,
+    JOURNAL_HOLDER,
+    NUM_PARAMETER_SLOTS,
+    NUM_STAGING_SLOTS,
+    FlatPlacement,
+    Placement,
+    StatePlacement,
+    may_be_shared,
+)
 from zerooffload.runtime.commits import Commits
 from zerooffload.runtime.landing import Landing
+from zerooffload.runtime.shared_homes import Sharers
 from zerooffload.runtime.storage import Storage
 from zerooffload.runtime.update_queue import UpdateQueue
 from zerooffload.telemetry import Recorder, TierUsage, Waits, process_resident_bytes
@@ -30,6 +43,7 @@ from zerooffload.tiers import Block, DeviceTier, NvmeTier, StagingRing, Tier, Tr
 
 if TYPE_CHECKING:
     from zerooffload.runtime.activations import ActivationStore
+    from zerooffload.runtime.arrivals import Arrivals
     from zerooffload.runtime.saving import Saver
 
 _log = logging.getLogger("zerooffload")
@@ -126,6 +140,10 @@ class Resources:
         The tier of that name.
     open_engine : callable
         Makes an engine for files elsewhere.
+    sharers : Sharers
+        Who has shared homes in one memory with this rank.
+    arrival_counters : list[torch.Tensor]
+        Of each of them, int64, shared; none where no flat needs them.
     saver : Saver or None
         Set by the run that takes these. A save that is under way is finished before anything is given back.
     landing : Landing or None
@@ -136,6 +154,8 @@ class Resources:
         Set by the run that takes these. Ended with the landing.
     block_input_leases : dict[TierName, Lease]
         What is set aside for them.
+    arrivals : Arrivals or None
+        Set by the run that takes these. Ended before memory is given back.
     commits : Commits or None
         Where steps are committed: set once the run has begun. Finished before anything is given back.
     """
@@ -148,13 +168,15 @@ class Resources:
         drive: Drive,
         storage: Storage | None,
         *,
-        pages: SharedPages | None = None,
+        sharers: Sharers,
     ) -> None:
         self.plan = plan
         self.open_engine = drive.open_engine
         self.saver: Saver | None = None
         self._accelerator = parts.accelerator
-        self._pages = pages
+        self.sharers = sharers
+        self.arrivals: Arrivals | None = None
+        self.arrival_counters: list[torch.Tensor] = []
         self.nvme: NvmeTier | None = None
         self.landing: Landing | None = None
         self.updates: UpdateQueue | None = None
@@ -186,8 +208,7 @@ class Resources:
                 )
                 self.tiers[TierName.NVME] = self.nvme
             placement = plan.placement
-            if pages is not None:
-                pages.map(placement.shared_nbytes)
+            self._map_shared(placement)
             if placement.commits_steps:
                 nbytes = record_capacity(placement.num_kept_chunks)
                 self._leases.append(host.lease(nbytes, JOURNAL_HOLDER))
@@ -223,6 +244,12 @@ class Resources:
             self.close()
             raise
 
+    def _map_shared(self, placement: Placement) -> None:
+        if self.sharers.pages is not None:
+            self.sharers.pages.map(placement.shared_nbytes)
+        if placement.num_arrival_counters:
+            self._leases.append(self.budgets[TierName.HOST].lease(COUNTER_NBYTES, ARRIVALS_HOLDER))
+
     def _make_ring(
         self, holder: str, num_slots: int, slot_nbytes: int, parts: Parts, *, num_cached: int = 0
     ) -> StagingRing:
@@ -231,17 +258,22 @@ class Resources:
         self._rings.append(ring)
         return ring
 
+    def sharers_of(self, flat: FlatPlacement) -> tuple[int, ...]:
+        """Ranks that have its parameters' home in one memory with this one, or this one; none if no rank shares its."""
+        may_be = may_be_shared(flat, self.plan.placement.reach)
+        return self.sharers.ranks if may_be else ()
+
     def share(self, state: StatePlacement) -> Block:
-        """The home of a state that all ranks have in one memory; they take them in one order.
+        """The home of a state that ranks have in one memory; they take them in one order.
 
         Raises
         ------
         BudgetError
             If this rank's part does not fit the host's budget.
         """
-        if self._pages is None:
+        if self.sharers.pages is None:
             raise InternalError(f"{state.name} is shared, but there is no memory for it")
-        memory = self._pages.take(state.layout.memory_nbytes)
+        memory = self.sharers.pages.take(state.layout.memory_nbytes)
         self._accelerator.pin(memory)
         return self.host.share(state.layout, state.holder, memory, state.num_sharers, state.name)
 
@@ -255,6 +287,10 @@ class Resources:
         """
         for tier in self.tiers.values():
             tier.reserve()
+        if self.sharers.pages is not None:
+            # Behind all homes: the pages' first bytes are not zero.
+            for _ in range(self.plan.placement.num_arrival_counters):
+                self.arrival_counters.append(self.sharers.pages.take(COUNTER_NBYTES).view(torch.int64))
         for name, budget in self.budgets.items():
             planned = self.plan.planned_bytes(name)
             if budget.leased_bytes != planned:
@@ -306,9 +342,12 @@ class Resources:
         updates, self.updates = self.updates, None
         commits, self.commits = self.commits, None
         block_inputs, self.block_inputs = self.block_inputs, None
+        arrivals, self.arrivals = self.arrivals, None
         try:
             if block_inputs is not None:
                 block_inputs.close()
+            if arrivals is not None:
+                arrivals.close()
             if landing is not None:
                 landing.abandon()
             if updates is not None:

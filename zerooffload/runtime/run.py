@@ -28,6 +28,7 @@ from zerooffload.optim.rules import RULES, Rule
 from zerooffload.optim.stream import StreamedUpdate
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.runtime.ahead import AheadUpdates
+from zerooffload.runtime.arrivals import Arrivals
 from zerooffload.runtime.clipping import Chosen, choose, clip_factor, norm_sum, scale, total_norm
 from zerooffload.runtime.fetch import Fetcher
 from zerooffload.runtime.gradient_hooks import hook_gradient
@@ -131,8 +132,15 @@ class Run:
             in_background=parts.recorder.in_background,
         )
         resources.updates = updates
+        resources.arrivals = arrivals = Arrivals(resources.arrival_counters, resources.sharers, parts)
         fetcher = Fetcher(
-            parts.accelerator, parts.transfers, resources.param_ring, parts.waits, updates, home_reads=home_reads
+            parts.accelerator,
+            parts.transfers,
+            resources.param_ring,
+            parts.waits,
+            updates,
+            home_reads=home_reads,
+            arrivals=arrivals,
         )
         evicts = plan.window_nbytes < plan.placement.window.most_nbytes
         self._residency = Residency(plan.window_nbytes, fetcher, collectives, parts.accelerator, updates, evicts=evicts)

@@ -272,7 +272,7 @@ class GroupCollectives:
         deadline = time.monotonic() + _DEATH_SECONDS
         while time.monotonic() < deadline:
             members = zip(self._global_ranks, self._members, strict=False)  # no members yet while they are exchanged
-            gone = [rank for rank, (name, pid) in members if name == host and not _lives(pid)]
+            gone = [rank for rank, (name, pid) in members if name == host and not lives(pid)]
             if gone:
                 return ", ".join(f"rank {rank} is gone" for rank in gone)
             time.sleep(0.05)
@@ -435,7 +435,8 @@ def agree(collectives: Collectives, work: Callable[[], T], what: str) -> T:
     return result[0]
 
 
-def _lives(pid: int) -> bool:
+def lives(pid: int) -> bool:
+    """Whether a process of this machine does."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

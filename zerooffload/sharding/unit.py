@@ -4,7 +4,8 @@
 Of each state, a rank holds its shard of every flat buffer, or all shards: that is its block's `layout.shards`. Nobody
 asks for a ZeRO stage. A rank updates the shards whose optimizer record it holds. If it holds more parameters than
 that, the others are *copies*, current until the next update: the ranks then gather them, and each takes them home. If
-the ranks share one home, they are there when they are gathered: see [Note: one host copy] in runtime/shared_homes.py.
+ranks share one home, what they update is there when it is gathered, and each takes a part of the rest home: see
+[Note: one host copy] in runtime/shared_homes.py.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ import torch
 
 from zerooffload.accelerator import DeviceRange
 from zerooffload.errors import InternalError
+from zerooffload.formats import round_up
 from zerooffload.sharding.flat import Flat
 from zerooffload.sharding.state import SHARD_TRANSITIONS, ShardState, StateMachine
 from zerooffload.tiers import Block, Space
+
+_PART_ALIGNMENT_BYTES = 64
+"""Of copies between device and host: as of parameters in a flat buffer."""
 
 
 @dataclass(eq=False)
@@ -72,8 +77,8 @@ class UnitFlat:
         Memory for the whole buffer's gradients while they gather; None where their home is usable by the device.
     rank : int
         Whose shard is this rank's.
-    home_is_shared : bool
-        Whether all ranks have the home in one memory.
+    sharers : tuple[int, ...]
+        Ranks that have the home in one memory, this one among them, in order; none if no rank shares its own.
     copies_are_current : bool
         Whether parameters that the home holds and this rank does not update are those after the last update.
     """
@@ -84,8 +89,13 @@ class UnitFlat:
     range: DeviceRange | None
     collection: DeviceRange | None
     rank: int = 0
-    home_is_shared: bool = False
+    sharers: tuple[int, ...] = ()
     copies_are_current: bool = True
+
+    @property
+    def home_is_shared(self) -> bool:
+        """Whether ranks have the home in one memory: this one with others, or others elsewhere."""
+        return bool(self.sharers)
 
     @property
     def shard(self) -> builtins.range:
@@ -105,7 +115,8 @@ class UnitFlat:
     @property
     def first_chunks(self) -> builtins.range:
         """The chunks of the parameters whose first values this rank writes home."""
-        return self.home.layout.chunks_of(self.shard) if self.home_is_shared else self.home.layout.chunks
+        chunks = self.home.layout.chunks
+        return chunks[self.sharers.index(self.rank) :: len(self.sharers)] if self.home_is_shared else chunks
 
     @property
     def current_chunks(self) -> builtins.range:
@@ -114,8 +125,19 @@ class UnitFlat:
 
     @property
     def copied_chunks(self) -> list[int]:
-        """The chunks that the home holds and this rank does not update."""
-        return [chunk for chunk in self.home.layout.chunks if chunk not in self.own_chunks]
+        """The chunks that the home holds and no rank updates that has it."""
+        layout = self.home.layout
+        updated = [self.own, *(range(rank, rank + 1) for rank in self.sharers)]
+        here = {chunk for shards in updated for chunk in layout.chunks_of(shards)}
+        return [chunk for chunk in layout.chunks if chunk not in here]
+
+    def part_to_take_home(self, nbytes: int) -> slice:
+        """The bytes of such a chunk that this rank takes home."""
+        if not self.home_is_shared:
+            return slice(0, nbytes)
+        length = round_up(-(-nbytes // len(self.sharers)), _PART_ALIGNMENT_BYTES)
+        start = self.sharers.index(self.rank) * length
+        return slice(min(start, nbytes), min(start + length, nbytes))
 
     @property
     def is_whole_at_home(self) -> bool:

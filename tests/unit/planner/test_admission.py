@@ -10,7 +10,8 @@ from zerooffload import BudgetError
 from zerooffload.config import TierName
 from zerooffload.optim.record import OptimizerStates
 from zerooffload.planner.admission import AnnouncedPlan, Limits, announce
-from zerooffload.planner.placement import Placement, Reach, TierChoices, UnitLayout, place
+from zerooffload.planner.placement import Claim, Placement, Reach, TierChoices, UnitLayout, place
+from zerooffload.tiers.staging import CACHE_HOLDER
 
 PLENTY = 1 << 40
 NVME = TierChoices("nvme", "nvme", "nvme")
@@ -93,6 +94,15 @@ def test_what_is_to_be_spared_is_left_if_the_least_leaves_it(announced: Announce
     assert plan.leaves_spare == (extra >= spare)
     if extra < spare:
         assert plan.window_nbytes == plan.placement.window.least_nbytes
+
+
+def test_a_rank_that_shares_with_none_keeps_all_claims(announced: Announce) -> None:
+    plain = announced(NVME, limits())
+    cache = Claim(TierName.HOST, CACHE_HOLDER, 4096)
+    plan = replace(plain, num_cached_slots=1, claims=(*plain.claims, cache))
+    alone = plan.with_sharers(1)
+    assert sorted(alone.claims, key=repr) == sorted(plan.claims, key=repr)
+    assert replace(alone, claims=plan.claims) == plan
 
 
 def test_a_window_never_exceeds_the_device(announced: Announce) -> None:

@@ -26,6 +26,7 @@ from zerooffload.planner.placement import (
     home_tier,
     place,
     with_second_places,
+    with_sharers,
 )
 from zerooffload.planner.stages import sharding_of
 from zerooffload.sharding.layout import ParamSpec, lay_out
@@ -244,7 +245,7 @@ def test_ranks_share_what_they_hold_alike(stage: Stage, shared: tuple[int, int],
         for trainable in (True, False)
     )
     units = [UnitLayout("(root)", (trained, frozen), ("(root)",))]
-    sharding = replace(sharding_of(stage, rank=2), shares_host=True)
+    sharding = replace(sharding_of(stage, rank=2), num_sharers=4)
     for reach, home in product((cpu, gpu), TIERS):
         placement = place(units, TierChoices(home, "host", "host"), reach, OptimizerStates(), sharding=sharding)
         flats = placement.units[0].flats
@@ -262,9 +263,31 @@ def test_what_ranks_share_is_not_sent_home_by_each(gpu: Reach) -> None:
     layout = lay_out("x", [ParamSpec("w", (9_000,))], dtype=torch.float32, trainable=True, world_size=4)
     units = [UnitLayout("(root)", (layout,), ("(root)",))]
     first = {}
-    for shares_host in (False, True):
-        sharding = replace(sharding_of(2), shares_host=shares_host)
+    for num_sharers in (1, 2, 3, 4):
+        sharding = replace(sharding_of(2), num_sharers=num_sharers)
         placement = place(units, TierChoices("host", "host", "host"), gpu, OptimizerStates(), sharding=sharding)
-        first[shares_host] = unit_demands(placement)["(root)"].first_arrival
-    assert first[True] == replace(first[False], copy_out=0.0)
-    assert first[False].copy_out == layout.nbytes * 3 / 4
+        first[num_sharers] = unit_demands(placement)["(root)"].first_arrival
+    # Of what ranks elsewhere update, each sends its part.
+    for num_sharers, part in [(1, 3 / 4), (2, 1 / 4), (3, 1 / 12), (4, 0.0)]:
+        assert first[num_sharers] == replace(first[1], copy_out=pytest.approx(layout.nbytes * part))
+
+
+def test_ranks_that_take_parts_home_count_them(gpu: Reach) -> None:
+    """Each in a page of its own, where some but not all have one copy of what is trained."""
+    trained, frozen = (
+        lay_out("x", [ParamSpec("w", (9_000,))], dtype=torch.float32, trainable=trainable, world_size=4)
+        for trainable in (True, False)
+    )
+    for flat, num_sharers in product((trained, frozen), (1, 2, 4)):
+        sharding = replace(sharding_of(1), num_sharers=num_sharers)
+        units = [UnitLayout("(root)", (flat,), ("(root)",))]
+        placement = place(units, TierChoices("host", "host", "host"), gpu, OptimizerStates(), sharding=sharding)
+        expected = num_sharers if flat.trainable and num_sharers == 2 else 0
+        assert placement.num_arrival_counters == expected
+        whole = host_buffer_nbytes(flat.nbytes) if num_sharers > 1 else 0
+        assert placement.shared_nbytes == whole + expected * host_buffer_nbytes(1)
+        leased = sums(placement.fixed_claims()).get(("host", "arrival counters"), 0)
+        assert leased == (host_buffer_nbytes(1) if expected else 0)
+        # As if they had been found out later.
+        apart = place(units, TierChoices("host", "host", "host"), gpu, OptimizerStates(), sharding=sharding_of(1))
+        assert with_sharers(apart, num_sharers) == placement

@@ -103,9 +103,24 @@ class Ring:
         self.num_free += 1
 
 
+class Arrivals:
+    """What other ranks take home is there when it is said to be, or waited for."""
+
+    are_there = True
+
+    def of(self, _: object) -> Any:
+        return SimpleNamespace(done=lambda: self.are_there, wait=lambda: setattr(self, "are_there", True))
+
+
 def far_unit() -> Any:
     memory = SimpleNamespace(tensor=torch.zeros(8, dtype=torch.uint8), fill=lambda: None)
-    part = SimpleNamespace(home=Home(), range=memory, current_chunks=range(1), place_of=lambda _, tensor: tensor)
+    part = SimpleNamespace(
+        home=Home(),
+        range=memory,
+        current_chunks=range(1),
+        copies_are_current=True,
+        place_of=lambda _, tensor: tensor,
+    )
     return SimpleNamespace(moving_parts=[part], parts=[part])
 
 
@@ -114,15 +129,37 @@ def copy_at_once(target: torch.Tensor, source: torch.Tensor, _name: str) -> Pass
     return PassedEvent()
 
 
-def new_fetcher(updates: Updates, ring: Ring) -> Fetcher:
+def new_fetcher(updates: Updates, ring: Ring, arrivals: Arrivals | None = None) -> Fetcher:
     transfers = SimpleNamespace(
         copy_in=copy_at_once,
         to_device=lambda target, source, _used, _reuse, *, name: copy_at_once(target, source, name),
     )
     waits = Waits(Recorder())
     return Fetcher(
-        Device(), transfers, ring, waits, updates, home_reads=HomeReads(waits, SingleRank(), Snapshots(waits))
+        Device(),
+        transfers,
+        ring,
+        waits,
+        updates,
+        home_reads=HomeReads(waits, SingleRank(), Snapshots(waits)),
+        arrivals=arrivals or Arrivals(),  # type: ignore[arg-type]
     )  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_current", [True, False])
+def test_what_other_ranks_take_home_is_read_when_it_is_there(*, is_current: bool) -> None:
+    """But for parameters that are gathered again, of which only what this rank updates is read."""
+    updates, arrivals = Updates(), Arrivals()
+    updates.are_home, arrivals.are_there = True, False
+    fetcher = new_fetcher(updates, Ring(), arrivals)
+    unit = far_unit()
+    (part,) = unit.parts
+    part.copies_are_current = is_current
+    fetch = fetcher.start(unit, PassedEvent())
+    assert part.home.num_reads == (0 if is_current else 1)
+    fetcher.finish(fetch)
+    assert part.home.num_reads == 1
+    assert arrivals.are_there == is_current
 
 
 def test_fetches_whose_updates_come_home_together_begin_once_each() -> None:

@@ -201,18 +201,19 @@ def _arrival(flat: FlatPlacement, placement: Placement) -> Demand:
 def _first_arrival(flat: FlatPlacement, placement: Placement) -> Demand:
     """Of parameters that ranks hold whole, each has updated its shard: the others' are gathered, and sent home.
 
-    One home that the ranks share has them already.
+    Ranks that share one home have put theirs there already, and each sends its part of the rest.
     """
     held, world_size = flat.param.layout, flat.layout.world_size
     if flat.optimizer is None or len(held.shards) < world_size or world_size == 1:
         return _arrival(flat, placement)
     own, others = 1 / world_size, _others_part(flat)
+    to_send = (world_size - flat.param.num_sharers) / world_size / flat.param.num_sharers
     usual = _arrival(flat, placement)
     return Demand(
         nvme_read=usual.nvme_read * own,
         nvme_written=held.total_file_nbytes * others if _is_far(flat.param) else 0.0,
         copy_in=usual.copy_in * own,
-        copy_out=held.memory_nbytes * others if _is_copied(flat, placement) and flat.param.num_sharers == 1 else 0.0,
+        copy_out=held.memory_nbytes * to_send if _is_copied(flat, placement) else 0.0,
         gathered=others * flat.layout.nbytes,
     )
 
