@@ -23,7 +23,7 @@ from zerooffload.planner.profiles import (
     PassWork,
     UnitWork,
 )
-from zerooffload.planner.stages import STAGE_3
+from zerooffload.planner.stages import STAGE_3, Sharding
 from zerooffload.planner.units import lay_out_units
 from zerooffload.runtime import planning
 from zerooffload.sharding.grouping import find_units
@@ -55,13 +55,20 @@ def chain(widths: Sequence[int]) -> nn.Module:
         return nn.Sequential(*(nn.Linear(width, width, bias=False) for width in widths))
 
 
-def problem_of(model: nn.Module, config: zo.OffloadConfig, *, shares_host: bool = False) -> PlacementProblem:
+def problem_of(
+    model: nn.Module,
+    config: zo.OffloadConfig,
+    *,
+    shares_host: bool = False,
+    sharding: Sharding = STAGE_3,
+    world_size: int = 1,
+) -> PlacementProblem:
     """What is to be placed, on one rank."""
     device = torch.device("cpu" if shares_host else "cuda")
     reach = Reach(shares_host, host_buffer_nbytes)
     units = find_units(model, config.units)
-    layouts = lay_out_units(model, units, config, world_size=1, device=device)
-    return planning.problem_of(units, layouts, config, reach, sharding=STAGE_3)
+    layouts = lay_out_units(model, units, config, world_size=world_size, device=device)
+    return planning.problem_of(units, layouts, config, reach, sharding=sharding)
 
 
 def profile_of(

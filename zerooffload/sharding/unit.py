@@ -13,6 +13,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -123,7 +124,7 @@ class UnitFlat:
         """The chunks of the parameters that are at home as they are after the last update."""
         return self.home.layout.chunks if self.copies_are_current else self.own_chunks
 
-    @property
+    @cached_property
     def copied_chunks(self) -> list[int]:
         """The chunks that the home holds and no rank updates that has it."""
         layout = self.home.layout

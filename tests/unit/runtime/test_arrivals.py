@@ -17,7 +17,7 @@ from zerooffload.accelerator.cpu import CpuAccelerator
 from zerooffload.errors import RankError
 from zerooffload.runtime.arrivals import Arrivals
 from zerooffload.runtime.resources import Parts
-from zerooffload.runtime.shared_homes import Member, Sharers, together
+from zerooffload.runtime.shared_homes import Member, Sharers
 from zerooffload.telemetry import Recorder, Waits
 
 
@@ -137,19 +137,3 @@ def test_the_end_waits_for_what_is_under_way() -> None:
     second.close()
     assert first.of(part).done()
     timer.join()
-
-
-@pytest.mark.parametrize(
-    ("reached", "groups"),
-    [
-        ([[0, 1], [1, 0]], [(0, 1)]),
-        ([[0], [1], [2]], [(0,), (1,), (2,)]),
-        ([[0, 2], [1, 3], [0, 2], [1, 3]], [(0, 2), (1, 3)]),
-        ([[0, 1], [0, 1], [2]], [(0, 1), (2,)]),
-        # One that has no memory, and one that cannot map the first's.
-        ([[1, 2], [1, 2], [1, 2]], [(0,), (1, 2)]),
-        ([[0, 1, 2], [0, 1, 2], [1, 2]], [(0, 1), (2,)]),
-    ],
-)
-def test_ranks_are_together_that_map_the_memory_of_one(reached: list[list[int]], groups: list[tuple[int, ...]]) -> None:
-    assert together(reached) == groups
