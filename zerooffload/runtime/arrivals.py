@@ -3,9 +3,10 @@
 [Note: each takes a part home]
 After an update all ranks gather a flat, in one order. Of what no rank of the machine has updated, each of them sends a
 part home from its own device, and may read the others' parts from there when they have arrived. When a rank brings the
-flat in again is its own affair: it may do so while another evaluates nothing, or waits for something else. So nobody
-meets: a thread waits for the copies and counts, in memory that the ranks share, the gathers whose part is home. Whoever
-reads what was gathered as the n-th waits until the others have counted to n.
+flat in again is its own affair: it may evaluate alone, while others are busy elsewhere. So they do not meet: a thread
+waits for the copies and counts, in memory that the ranks share, the gathers whose part is home. Whoever reads what was
+gathered as the n-th waits until the others have counted to n. They begin to write anew when all are in the next step,
+after each has waited for its own copies.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Arrivals:
     Parameters
     ----------
     counters : Sequence[torch.Tensor]
-        Of each rank that has the copy, in their order: int64 `[2]`, the count, and whether it has ended. None where no
-        flat needs them.
+        Of each rank that has the copy, in their order: int64, the count, and whether it has ended. None where no flat
+        needs them.
     """
 
     def __init__(self, counters: Sequence[torch.Tensor], sharers: Sharers, parts: Parts) -> None:

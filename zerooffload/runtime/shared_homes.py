@@ -5,15 +5,15 @@ Parameters at home on host, beside a device with memory of its own, in a stage t
 hold the same bytes. They lie in memory that all ranks of a machine map; ranks on other machines have another copy.
 
 First values  Each rank writes a part, and none reads before all have.
-Updates       Each rank writes the shards that it updates, and none of the machine begins before all of them are in that
-              step and have read what the homes held (`HomeReads.let_shared_change`). A rank reads what it has updated
-              itself; the gather on the devices, for which each rank waits for its own update of that flat, tells that
-              all are there: from then on any that the machine's ranks have updated is read from home. What others have
-              updated the machine's ranks send home together: see [Note: each takes a part home] in arrivals.py. A load
-              is ordered likewise.
-Edits         Made in `zo.full_params` by every rank alike, they are written when all of the machine have seen that
-              there is one and none reads the old values any more: of what is trained each rank's shard, of what is
-              frozen all, by all.
+Updates       Each rank writes the shards that it updates, and none begins before all are in that step and have read
+              what the homes held (`HomeReads.let_shared_change`). A rank reads what it has updated itself; the gather
+              on the devices, for which each rank waits for its own update of that flat, tells that all are there:
+              from then on any that the machine's ranks have updated is read from home. What others have updated these
+              send home together: see [Note: each takes a part home] in arrivals.py. A load is ordered likewise.
+Edits         Made in `zo.full_params` by every rank alike, they are written when all have seen that there is one and
+              none reads the old values any more: of what is trained each rank's shard, of what is frozen all, by all.
+
+Where they meet, all ranks with a shard do, also one that has its own copy: every meeting is one of all, in one order.
 
 Everything else (saves, exports, states for users) reads on each rank its own shard.
 
