@@ -20,7 +20,7 @@ from zerooffload.calibration.profile import profile_of
 from zerooffload.calibration.turns import Progress, take_turns
 from zerooffload.errors import ConfigError
 from zerooffload.formats import GIB, MIB, format_bytes
-from zerooffload.machine import available_host_bytes, core_share, cpu_name, host_memory_bytes
+from zerooffload.machine import OtherPrograms, available_host_bytes, core_share, cpu_name, host_memory_bytes
 from zerooffload.planner.profiles import MachineProfile
 
 _OTHER_BYTES = 512 * MIB
@@ -73,13 +73,16 @@ def calibrate(
         sustained = [f"drives.{number}.sustained_write" for number in range(len(measured))]
         turns_seconds = effort.rounds * sum(figure.seconds for figure in figures)
         all_seconds = turns_seconds + len(sustained) * effort.sustained_seconds
+        others = OtherPrograms()
         samples = take_turns(
             figures, effort.rounds, lambda what, part: progress(what, part * turns_seconds / all_seconds)
         )
         for number, (name, drive) in enumerate(zip(sustained, measured, strict=True)):
             progress(name, (turns_seconds + number * effort.sustained_seconds) / all_seconds)
             samples[name] = drive.sustained_writes()
-        return profile_of(_facts(accelerator, effort, [drive.facts() for drive in measured]), samples)
+        busy_cores = round(others.busy_cores(), 2)
+        facts = _facts(accelerator, effort, [drive.facts() for drive in measured])
+        return profile_of({**facts, "busy_cores": busy_cores}, samples)
 
 
 def _facts(accelerator: Accelerator, effort: Effort, found: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -32,6 +32,8 @@ _WORDS = {
     "sustained_write": "writes without a break",
 }
 _LARGE_SPREAD = 0.2
+_BUSY_PART = 0.1
+"""Of the cores. Beside programs that never rest all figures may be alike, and all wrong."""
 
 
 def calibrate_to(output: Path | None, paths: Sequence[Path], *, as_json: bool) -> None:
@@ -157,5 +159,8 @@ def _remarks(profile: MachineProfile) -> Iterator[str]:
     """What to do for a better profile."""
     if not profile.drives:
         yield "no drive was measured: name the folders of the nvme tier with --path"
-    if max(profile.spread.values(), default=0.0) > _LARGE_SPREAD:
+    cores, busy = profile.host.cores, profile.busy_cores
+    if busy > _BUSY_PART * cores:
+        yield f"other programs kept {busy:.1f} of {cores} cores busy meanwhile: end them, then calibrate again"
+    elif max(profile.spread.values(), default=0.0) > _LARGE_SPREAD:
         yield "some figures vary much: end what else uses this machine, then calibrate again"

@@ -12,10 +12,12 @@ from zerooffload.machine.cores import (
 )
 from zerooffload.machine.drives import drive_model, file_system, rotates
 from zerooffload.machine.memory import available_host_bytes, cgroup_limit_bytes, host_memory_bytes, lockable_bytes
+from zerooffload.machine.other_programs import OtherPrograms
 from zerooffload.machine.whole_file import write_whole
 
 __all__ = [
     "CoreShare",
+    "OtherPrograms",
     "available_host_bytes",
     "cache_folder",
     "cgroup_limit_bytes",

@@ -23,7 +23,7 @@ def cpu_name() -> str:
 
 def usable_cores() -> int:
     """Cores that this process may run on."""
-    return len(_affinity())
+    return len(affinity())
 
 
 def cpu_quota(root: Path = CGROUP_ROOT, membership: Path = MEMBERSHIP) -> float | None:
@@ -67,7 +67,7 @@ def core_share(local_rank: int = 0, local_world_size: int = 1, topology: Path = 
     cores in the order of the NUMA nodes, so that a rank stays in one node where it can.
     """
     node_of = _nodes(topology)
-    groups = _by_physical_core(_affinity(), node_of, topology)
+    groups = _by_physical_core(affinity(), node_of, topology)
     num_online = len(_cpu_list(" ".join(lines_of(topology / "cpu/online")))) or (os.cpu_count() or 1)
     if sum(map(len, groups)) * local_world_size > num_online:
         start, stop = (len(groups) * rank // local_world_size for rank in (local_rank, local_rank + 1))
@@ -89,7 +89,8 @@ def ranks_of_this_machine() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def _affinity() -> list[int]:
+def affinity() -> list[int]:
+    """The logical cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))

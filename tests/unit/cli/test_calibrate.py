@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from support.calibrations import SHORT
 
-from zerooffload.calibration import calibrate, machine_file, remembered_machine
+from zerooffload.calibration import calibrate, machine_file, measure, remembered_machine
 from zerooffload.cli import app
 from zerooffload.cli import calibrate as command
 from zerooffload.planner.profiles import MachineProfile, read_machine
@@ -34,6 +34,18 @@ def test_it_shows_every_figure_and_keeps_the_profile(run: Callable[..., tuple[in
     for words in ("matrix products, bf16", "GFLOP/s", "checksums", f"drive: {nvme}", "25% reads", " GB/s", " us "):
         assert words in shown, words
     assert f"profile written to {machine_file()}" in shown
+
+
+@pytest.mark.parametrize("busy_cores", [1.5, 0.0])
+def test_other_programs_that_are_busy_meanwhile_are_told(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, busy_cores: float
+) -> None:
+    monkeypatch.setattr(measure.OtherPrograms, "busy_cores", lambda _: busy_cores)
+    _, out, _ = run("calibrate")
+    profile = read_machine(machine_file())
+    assert profile.busy_cores == busy_cores
+    told = f"other programs kept 1.5 of {profile.host.cores} cores busy meanwhile: end them, then calibrate again"
+    assert (told in " ".join(out.split())) == (busy_cores > 0)
 
 
 def test_json_is_the_profile(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def machine(
     for number, cpus in enumerate(nodes):
         (folder / f"node/node{number}").mkdir(parents=True)
         (folder / f"node/node{number}/cpulist").write_text(f"{cpus}\n")
-    monkeypatch.setattr(cores, "_affinity", lambda: sorted(affinity))
+    monkeypatch.setattr(cores, "affinity", lambda: sorted(affinity))
     monkeypatch.setattr(cores, "cpu_quota", lambda: None)
     return folder
 
@@ -97,7 +97,7 @@ def test_the_quota_limits_threads_and_not_cores(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_machine_that_tells_nothing_has_one_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "_affinity", lambda: [0, 1])
+    monkeypatch.setattr(cores, "affinity", lambda: [0, 1])
     monkeypatch.setattr(cores, "cpu_quota", lambda: None)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     share = core_share(0, 1, tmp_path)

@@ -198,6 +198,8 @@ class MachineProfile(BaseModel):
         Of each measured figure, by its dotted name: the distance between its quartiles, as a part of its median.
     corrections : Mapping[str, float]
         Factors on the times of resources that runs have taught.
+    busy_cores : float
+        That other programs kept busy while it was measured.
     """
 
     model_config = _SECTION
@@ -213,6 +215,7 @@ class MachineProfile(BaseModel):
     drives: tuple[Drive, ...] = ()
     spread: dict[str, float] = {}
     corrections: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
+    busy_cores: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], whose: str = "machine profile") -> Self:
