@@ -232,34 +232,42 @@ class TwoPlaces {
   std::size_t stride_ = 0;
 };
 
+// A step that reads one place and writes another leaves the bits of one in place.
+void check_beside(const Format& format, std::int64_t numel, std::int64_t head) {
+  const std::vector<float> scalars = states::scalars_of(format.rule);
+  const State start = states::make_state(format, numel, 47);
+  State expected = start;
+  states::reference_step(expected, scalars, 0, kSeed);
+  for_each_target({2}, [&](ThreadPool& pool) {
+    State got = start;
+    TwoPlaces places(got, head);
+    optim::StepArrays arrays = states::step_arrays(got);
+    arrays.param = places.home(got.param);
+    if (arrays.companion != nullptr) arrays.companion = places.home(got.companion);
+    for (int which = 0; which < reference::num_moments(format.rule); ++which) {
+      arrays.moments.values[which] = places.home(got.moments[which]);
+      if (arrays.moments.exponents[which] == nullptr) continue;
+      arrays.moments.exponents[which] = static_cast<std::uint8_t*>(places.home(got.exponents[which]));
+    }
+    arrays.param_origin = arrays.record_origin = places.origin();
+    optim::step(pool, format.rule, arrays, numel, scalars.data(), 0, kSeed);
+    CHECK(places.take());
+    check_same(expected, got, "beside");
+  });
+}
+
 }  // namespace
 
 TEST(step_beside_the_old_values_gives_the_bits_of_one_in_place) {
   for (const Format& format : states::all_formats()) {
-    const std::vector<float> scalars = states::scalars_of(format.rule);
-    for (const auto& [numel, head] : {std::pair{1, 0}, {127, 0}, {1000, 0}, {640, 16}, {4096 * 33 + 5, 3}}) {
-      if (numel > 4096 && format.grad != Dtype::kFloat32) continue;
-      const State start = states::make_state(format, numel, 47);
-      State expected = start;
-      states::reference_step(expected, scalars, 0, kSeed);
-      for_each_target({2}, [&](ThreadPool& pool) {
-        State got = start;
-        TwoPlaces places(got, head);
-        optim::StepArrays arrays = states::step_arrays(got);
-        arrays.param = places.home(got.param);
-        if (arrays.companion != nullptr) arrays.companion = places.home(got.companion);
-        for (int which = 0; which < reference::num_moments(format.rule); ++which) {
-          arrays.moments.values[which] = places.home(got.moments[which]);
-          if (arrays.moments.exponents[which] == nullptr) continue;
-          arrays.moments.exponents[which] = static_cast<std::uint8_t*>(places.home(got.exponents[which]));
-        }
-        arrays.param_origin = arrays.record_origin = places.origin();
-        optim::step(pool, format.rule, arrays, numel, scalars.data(), 0, kSeed);
-        CHECK(places.take());
-        check_same(expected, got, "beside");
-      });
+    for (const auto& [numel, head] : {std::pair{1, 0}, {127, 0}, {1000, 0}, {640, 16}}) {
+      check_beside(format, numel, head);
     }
   }
+}
+
+TEST(step_beside_the_old_values_is_divided_among_threads) {
+  for (const Format& format : some_formats()) check_beside(format, 4096 * 33 + 5, 3);
 }
 
 TEST(step_cuts_float_and_bf16_moments_anywhere) {
