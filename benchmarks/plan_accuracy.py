@@ -58,7 +58,7 @@ PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
 }
 """Host memory is bounded, so that plan and run have the same for chunks that stay in it."""
 ACCUMULATIONS = (1, 2)
-QUICK = (("small", "all on host", 1), ("small", "all on nvme", 2))
+QUICK = (("small", "all on nvme", 2),)
 BATCH_SIZE, SEQUENCE_LENGTH = 4, 128
 NEVER_CLIPS = 1e6
 """The norm is wanted, and no clipping fires: plans presume that, see docs/planning.md."""
@@ -259,7 +259,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("path", type=Path, help="folder on the drive")
     parser.add_argument("--machine", type=Path, metavar="FILE", help="profile; else the machine is calibrated")
-    parser.add_argument("--quick", action="store_true", help="two small ones alone")
+    parser.add_argument("--quick", action="store_true", help="one small one alone")
     parser.add_argument("--rounds", type=count, default=2, help="2")
     parser.add_argument(
         "--steps", type=count, default=6, help="of a turn that count, even: updates go there and back; 6"

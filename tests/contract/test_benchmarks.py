@@ -206,7 +206,7 @@ def test_plans_are_compared_with_what_came(run: Run, tmp_path: Path) -> None:
     assert done.status == 0, done.stderr
     assert not list(drive.iterdir())
     result = json.loads(file.read_text())
-    assert len(result["rows"]) == 2
+    assert len(result["rows"]) == 1
     for row in result["rows"]:
         assert row["step_seconds"]["measured"] > 0 < row["step_seconds"]["predicted_then"]
         assert all(both["predicted"] == both["measured"] for both in row["leased_bytes"].values())
