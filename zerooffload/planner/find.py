@@ -90,6 +90,7 @@ class _Found:
 
     variant: _Variant
     announced: AnnouncedPlan
+    least_seconds: float
     estimate: Estimate
 
 
@@ -150,7 +151,7 @@ def _quickest(
         if floors[id(plan)] < min((other.estimate.seconds for other in (best, *found) if other), default=inf):
             kind, baseline = variant.kind_of(plan), request.baseline_bytes
             of_plan = estimate(plan, variant.model, request.machine, kind, baseline_bytes=baseline)
-            found.append(_Found(variant, plan, of_plan))
+            found.append(_Found(variant, plan, floors[id(plan)], of_plan))
     chosen = next(iter(best_first(found, lambda one: one.estimate.seconds)), None)
     if chosen is None or best is None:
         return chosen
@@ -169,7 +170,7 @@ def _plan_of(request: Request, found: _Found) -> Plan:
         settings=_settings(request, problem.config, homes, kind) | _budgets(request.config, announced.limits),
         homes=homes,
         estimate=found.estimate,
-        reasons=reasons_of(problem, homes, announced, variant.least_seconds),
+        reasons=reasons_of(problem, homes, announced.limits, found.least_seconds, variant.least_seconds),
     )
 
 

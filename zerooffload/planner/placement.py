@@ -174,7 +174,7 @@ class UnitPlacement:
 
     @cached_property
     def without_names(self) -> object:
-        """The same for units that differ in names alone: what a step asks for of one, it asks for of the other."""
+        """The same for units that differ in names alone: they hold as much, and ask for the same in a step."""
         return tuple(
             (
                 flat.layout.signature,
@@ -294,12 +294,14 @@ class Placement:
 
     def home_claims(self) -> list[Claim]:
         """What states take at home, and their copies."""
-        totals: dict[tuple[TierName, str], int] = {}
+        alike: dict[object, list[UnitPlacement]] = {}
         for unit in self.units:
-            for flat in unit.flats:
-                for state in flat.states():
-                    for tier, holder, nbytes in self._blocks(state):
-                        totals[tier, holder] = totals.get((tier, holder), 0) + nbytes
+            alike.setdefault(unit.without_names, []).append(unit)
+        totals: dict[tuple[TierName, str], int] = {}
+        for units in alike.values():
+            for state in (state for flat in units[0].flats for state in flat.states()):
+                for tier, holder, nbytes in self._blocks(state):
+                    totals[tier, holder] = totals.get((tier, holder), 0) + len(units) * nbytes
         return [Claim(tier, holder, nbytes) for (tier, holder), nbytes in totals.items() if nbytes]
 
     def fixed_claims(self) -> list[Claim]:

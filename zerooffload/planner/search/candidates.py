@@ -99,7 +99,7 @@ def _fitting(wish: Wish, choices: TierChoices) -> Iterator[AnnouncedPlan]:
 
 def _by_kind(wish: Wish) -> Iterator[TierChoices]:
     """Every combination of homes for each kind of unit, or, if those are too many, the same for all units."""
-    kinds = kinds_of(wish.problem, wish.kind, wish.speeds, wish.order, tiers=wish.tiers, doubled=False)
+    kinds = _kinds(wish, doubled=False)
     if prod(len(kind.costs) for kind in kinds) <= _MOST_COMBINATIONS:
         combinations: Iterator[tuple[int, ...]] = product(*(range(len(kind.costs)) for kind in kinds))
     else:
@@ -117,8 +117,9 @@ def all_choices(wish: Wish) -> Iterator[TierChoices]:
     yield from _plain(wish)
     if len(wish.tiers) > 1:
         places = (False, True) if _may_have_second_places(wish) else (False,)
+        kinds = {doubled: _kinds(wish, doubled=doubled) for doubled in places}
         for host_part, doubled in product(_HOST_PARTS, places):
-            found = _searched(wish, host_part=host_part, doubled=doubled)
+            found = _searched(wish, kinds[doubled], host_part=host_part, doubled=doubled)
             if found is not None:
                 yield found
 
@@ -148,8 +149,11 @@ def _may_have_second_places(wish: Wish) -> bool:
     return wish.problem.wants_second_places and not wish.problem.reach.device_shares_host
 
 
-def _searched(wish: Wish, *, host_part: float, doubled: bool) -> TierChoices | None:
-    kinds = kinds_of(wish.problem, wish.kind, wish.speeds, wish.order, tiers=wish.tiers, doubled=doubled)
+def _kinds(wish: Wish, *, doubled: bool) -> list[Kind]:
+    return kinds_of(wish.problem, wish.kind, wish.speeds, wish.order, tiers=wish.tiers, doubled=doubled)
+
+
+def _searched(wish: Wish, kinds: Sequence[Kind], *, host_part: float, doubled: bool) -> TierChoices | None:
     setting = _setting(wish, host_part=host_part, doubled=doubled)
     for _ in range(_MOST_TRIES):
         counts = HomeSearch(kinds, setting).run()

@@ -116,15 +116,19 @@ class HomeSearch:
 
         None if there is nothing to relieve, or no move that does.
         """
-        moves = np.flatnonzero(counts[self._sources])
-        over, seconds = self._with_each(counts, moves)
-        relief = over[0] - over[1:]
-        useful = relief > _LEAST_RELIEF
-        if over[0] <= 0 or not useful.any():
+        totals = self._totals(counts)
+        over = float(self._over(totals[None])[0])
+        if over <= 0:
             return None
-        worth = np.where(useful, (seconds[1:] - seconds[0]) / np.maximum(relief, _LEAST_RELIEF), np.inf)
-        best = int(np.argmin(worth))
-        return int(moves[best]), ceil(over[0] / relief[best])
+        moves = np.flatnonzero(counts[self._sources])
+        relief = over - self._over(totals[:3] + self._changes[moves, :3])
+        useful = np.flatnonzero(relief > _LEAST_RELIEF)
+        if not len(useful):
+            return None
+        moves, relief = moves[useful], relief[useful]
+        seconds = self._seconds(np.vstack([totals, totals + self._changes[moves]]))
+        best = int(np.argmin((seconds[1:] - seconds[0]) / relief))
+        return int(moves[best]), ceil(over / relief[best])
 
     def _stays_most_efficient(self, counts: NDArray[np.int64], move: int, times: int) -> bool:
         """Whether a move that is the most efficient one is still, before it is made for the last of so many times."""
@@ -174,7 +178,7 @@ class HomeSearch:
         return np.asarray(counts @ self._costs)
 
     def _over(self, totals: NDArray[np.float64]) -> Vector:
-        """By how much budgets are exceeded, in budgets; `totals` is [plans, features]."""
+        """By how much budgets are exceeded, in budgets; `totals` is [plans, features], the tiers' bytes first."""
         limits = self._setting.limits
         return np.asarray((np.maximum(0.0, totals[:, :3] - limits) / np.maximum(limits, 1.0)).sum(axis=1))
 

@@ -27,26 +27,28 @@ class _Group:
 def reasons_of(
     problem: PlacementProblem,
     homes: Mapping[str, Homes],
-    plan: AnnouncedPlan,
+    limits: Limits,
+    seconds: float,
     seconds_of: Callable[[AnnouncedPlan], float],
 ) -> tuple[str, ...]:
     """For each state away from the nearest tier, what keeps it away and what that costs, the costliest first.
 
     Parameters
     ----------
+    seconds : float
+        What a step takes with these homes.
     seconds_of : callable
-        What a step of a plan takes.
+        What a step of another plan takes.
     """
-    nearest = TierName.HOST if plan.limits.device_shares_host else TierName.DEVICE
-    now = seconds_of(plan)
+    nearest = TierName.HOST if limits.device_shares_host else TierName.DEVICE
     told = []
     for group in _groups(homes, nearest):
         nearer = _nearer(group.tier)
-        other = _with(problem, homes, group, nearer, plan.limits)
+        other = _with(problem, homes, group, nearer, limits)
         if other is None:
             continue
-        cost = max(0.0, now - seconds_of(other))
-        need = other.planned_bytes(nearer) - plan.limits.of(nearer)
+        cost = max(0.0, seconds - seconds_of(other))
+        need = other.planned_bytes(nearer) - limits.of(nearer)
         told.append(
             (cost, f"{shortened(group.units)}: {group.state} on {group.tier.value}: {_why(nearer, need, cost)}")
         )
