@@ -16,6 +16,7 @@ import zerooffload as zo
 from zerooffload.config import UpdateMode
 from zerooffload.entry.runs import run_of
 from zerooffload.planner.cost import StepKind, speeds_of
+from zerooffload.planner.cost.demand import unit_demands
 from zerooffload.planner.cost.step import simulate_step
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def _train_or_be_refused(environment: Environment, config: dict[str, Any], plain
     assert all(tier.peak_bytes <= tier.budget_bytes for tier in report.tiers)
 
 
+NUM_WARM_UP, NUM_TOLD = 2, 4
 LESS = {"host_memory": "2500KiB", "device_memory": "700KiB"}
 MORE = {"host_memory": "16MiB", "device_memory": "16MiB"}
 
@@ -114,7 +116,10 @@ MORE = {"host_memory": "16MiB", "device_memory": "16MiB"}
 @pytest.mark.parametrize("homes", PAIRWISE, ids="-".join)
 @pytest.mark.parametrize("place", ["cpu", "simulated"])
 def test_bytes_moved_are_those_on_paper(place: str, homes: Homes, update: str, nvme: Path) -> None:
-    """Within 1 % on each link: of small models all chunks find a slot of the staging ring."""
+    """Within 1 % on each link: of small models all chunks find a slot of the staging ring.
+
+    Of an update that goes on when a step is told, some bytes count in the next: at most those of one update.
+    """
     number = PAIRWISE.index(homes) + [schedule.value for schedule in UpdateMode].index(update)
     if number % one_in(3):
         pytest.skip("a third of them, in turns: all of them with ZEROOFFLOAD_TEST_EXHAUSTIVE=1")
@@ -137,16 +142,23 @@ def _check_bytes(environment: Environment, config: dict[str, Any], accumulation:
     model = offload_prepared(RECIPE, environment, **config)
     optimizer = zo.AdamW(model.parameters())
     try:
-        for step in range(3):
+        reports = []
+        for step in range(NUM_WARM_UP + NUM_TOLD):
             for micro_step in range(accumulation):
                 RECIPE.loss(model, batch(step, micro_step)).backward()
             optimizer.step()
             optimizer.zero_grad()
+            reports.append(zo.step_report(model))
         plan = run_of(model.parameters())._resources.plan
-        moved = zo.step_report(model).bytes_moved
     finally:
         zo.close(model)
     kind = StepKind(schedule=UpdateMode(config["update"]), accumulation=accumulation)
     speeds = speeds_of(machine(shares_host=plan.limits.device_shares_host))
     predicted = simulate_step(plan, profile_of(plan.placement.units), speeds, kind).moved.moved()
-    assert {name: moved.get(name, 0) for name in predicted} == pytest.approx(predicted, rel=0.01)
+    is_hidden = kind.schedule is not UpdateMode.AFTER_BACKWARD
+    demands = unit_demands(plan.placement).values()
+    for link, nbytes in predicted.items():
+        moved = sum(report.bytes_moved.get(link, 0) for report in reports[NUM_WARM_UP:])
+        of_update = sum(demand.update.moved()[link] for demand in demands)
+        expected = nbytes * NUM_TOLD
+        assert abs(moved - expected) <= 0.01 * expected + is_hidden * of_update, link
