@@ -375,20 +375,6 @@ class UnitLayout:
     needs: tuple[str, ...]
 
 
-def place(
-    units: Sequence[UnitLayout],
-    choices: TierChoices,
-    reach: Reach,
-    states: OptimizerStates,
-    durability: Durability = Durability(),
-    *,
-    accumulates: bool = False,
-    sharding: Sharding = STAGE_3,
-) -> Placement:
-    """Give every state of every unit its home: see `Placer`."""
-    return Placer(units, reach, states, durability, accumulates=accumulates, sharding=sharding).place(choices)
-
-
 @dataclass(frozen=True)
 class _PlacedUnit:
     """A unit in its homes, what it takes of the windows, and of the slots of staging rings."""

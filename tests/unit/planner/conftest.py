@@ -7,7 +7,7 @@ import torch
 
 from zerooffload.accelerator import host_buffer_nbytes
 from zerooffload.optim.record import OptimizerStates
-from zerooffload.planner.placement import Durability, Placement, Reach, TierChoices, UnitLayout, place
+from zerooffload.planner.placement import Durability, Placement, Placer, Reach, TierChoices, UnitLayout
 from zerooffload.sharding.layout import ParamSpec, lay_out
 
 CPU = Reach(device_shares_host=True, range_nbytes=host_buffer_nbytes)
@@ -53,6 +53,8 @@ def placed(units: list[UnitLayout]) -> Callable[..., Placement]:
     ) -> Placement:
         defaults = {"params": "auto", "optimizer": "auto", "gradients": "auto"}
         choices = TierChoices(**{**defaults, **tiers})  # type: ignore[arg-type]
-        return place(units, choices, reach, OptimizerStates(), durability or Durability(), accumulates=accumulates)
+        return Placer(units, reach, OptimizerStates(), durability or Durability(), accumulates=accumulates).place(
+            choices
+        )
 
     return call

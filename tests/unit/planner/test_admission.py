@@ -10,7 +10,7 @@ from zerooffload import BudgetError
 from zerooffload.config import TierName
 from zerooffload.optim.record import OptimizerStates
 from zerooffload.planner.admission import AnnouncedPlan, Limits, announce
-from zerooffload.planner.placement import Claim, Placement, Reach, TierChoices, UnitLayout, place
+from zerooffload.planner.placement import Claim, Placement, Placer, Reach, TierChoices, UnitLayout
 from zerooffload.tiers.staging import CACHE_HOLDER
 
 PLENTY = 1 << 40
@@ -29,7 +29,7 @@ def limits(*, device: int = PLENTY, host: int = PLENTY, nvme: int = PLENTY, shar
 def announced(units: list[UnitLayout], cpu: Reach, gpu: Reach) -> Announce:
     def call(choices: TierChoices, bounds: Limits) -> AnnouncedPlan:
         def retry(others: TierChoices) -> Placement:
-            return place(units, others, cpu if bounds.device_shares_host else gpu, OptimizerStates())
+            return Placer(units, cpu if bounds.device_shares_host else gpu, OptimizerStates()).place(others)
 
         return announce(retry(choices), bounds, choices, retry)
 

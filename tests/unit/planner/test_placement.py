@@ -20,11 +20,11 @@ from zerooffload.planner.placement import (
     Claim,
     Durability,
     Placement,
+    Placer,
     Reach,
     TierChoices,
     UnitLayout,
     home_tier,
-    place,
     with_second_places,
     with_sharers,
 )
@@ -152,7 +152,7 @@ def test_a_window_holds_units_that_are_nested(cpu: Reach) -> None:
         return UnitLayout(name, (layout,), (name,))
 
     nested = [unit("layers.0", 1024), unit("layers.0.mlp", 2048), unit("(root)", 1024)]
-    window = place(nested, TierChoices("nvme", "auto", "auto"), cpu, OptimizerStates()).window
+    window = Placer(nested, cpu, OptimizerStates()).place(TierChoices("nvme", "auto", "auto")).window
     assert window.least_nbytes == 4 * (1024 + 2048 + 1024)
 
 
@@ -173,7 +173,9 @@ def test_gradients_that_add_up_are_held_in_fp32_and_arrive_in_their_own_dtype(
     layout = lay_out("u", [ParamSpec("w", (3 * CHUNK_NUMEL,))], dtype=dtype, trainable=True)
     units = [UnitLayout("(root)", (layout,), ("(root)",))]
     choices = TierChoices("host", "host", tier)  # type: ignore[arg-type]
-    alone, added = (place(units, choices, gpu, OptimizerStates(), accumulates=several) for several in (False, True))
+    alone, added = (
+        Placer(units, gpu, OptimizerStates(), accumulates=several).place(choices) for several in (False, True)
+    )
     claims = [sums(placement.fixed_claims()) for placement in (alone, added)]
     assert [of_one[tier, "gradients"] for of_one in claims] == [2 * layout.numel, 4 * layout.numel]
     assert alone.gradient_slot_nbytes == (2 + held_on_host // 2) * CHUNK_NUMEL
@@ -190,9 +192,8 @@ def test_gradients_of_fp32_that_add_up_take_what_they_take_alone(placed: Placed,
 def test_a_chunk_is_no_longer_than_the_longest_shard_and_bounded(cpu: Reach) -> None:
     def placement(numel: int) -> Placement:
         layout = lay_out("u", [ParamSpec("w", (numel,))], dtype=torch.bfloat16, trainable=True)
-        return place(
-            [UnitLayout("(root)", (layout,), ("(root)",))], TierChoices("nvme", "nvme", "nvme"), cpu, OptimizerStates()
-        )
+        placer = Placer([UnitLayout("(root)", (layout,), ("(root)",))], cpu, OptimizerStates())
+        return placer.place(TierChoices("nvme", "nvme", "nvme"))
 
     assert placement(10).units[0].flats[0].param.layout.chunk_numel == 4096
     assert placement(3 * CHUNK_NUMEL).units[0].flats[0].param.layout.chunk_numel == CHUNK_NUMEL
@@ -206,10 +207,9 @@ def test_the_host_needs_no_copy_of_what_the_device_rounds(placed: Placed, gpu: R
 
 def test_parameters_that_cannot_be_trained_are_refused(cpu: Reach) -> None:
     layout = lay_out("u", [ParamSpec("w", (4,))], dtype=torch.float64, trainable=True)
+    placer = Placer([UnitLayout("(root)", (layout,), ("(root)",))], cpu, OptimizerStates())
     with pytest.raises(ConfigError, match="float64 cannot be trained"):
-        place(
-            [UnitLayout("(root)", (layout,), ("(root)",))], TierChoices("auto", "auto", "auto"), cpu, OptimizerStates()
-        )
+        placer.place(TierChoices("auto", "auto", "auto"))
 
 
 @pytest.mark.parametrize(("stage", "shards"), [(0, (4, 4, 4)), (1, (4, 4, 1)), (2, (4, 1, 1)), (3, (1, 1, 1))])
@@ -223,7 +223,9 @@ def test_a_stage_says_how_many_shards_of_each_state_a_rank_holds(
     units = [UnitLayout("(root)", (trained, frozen), ("(root)",))]
     sharding = sharding_of(stage, rank=2)
     for reach in (cpu, gpu):
-        placement = place(units, TierChoices("host", "host", "host"), reach, OptimizerStates(), sharding=sharding)
+        placement = Placer(units, reach, OptimizerStates(), sharding=sharding).place(
+            TierChoices("host", "host", "host")
+        )
         (unit,) = with_second_places(placement).units
         flat, of_frozen = unit.flats
         held = [state.layout.shards for state in (flat.param, flat.gradient, flat.optimizer) if state is not None]
@@ -247,7 +249,7 @@ def test_ranks_share_what_they_hold_alike(stage: Stage, shared: tuple[int, int],
     units = [UnitLayout("(root)", (trained, frozen), ("(root)",))]
     sharding = replace(sharding_of(stage, rank=2), num_sharers=4)
     for reach, home in product((cpu, gpu), TIERS):
-        placement = place(units, TierChoices(home, "host", "host"), reach, OptimizerStates(), sharding=sharding)
+        placement = Placer(units, reach, OptimizerStates(), sharding=sharding).place(TierChoices(home, "host", "host"))
         flats = placement.units[0].flats
         expected = shared if (reach, home) == (gpu, "host") else (1, 1)
         assert tuple(flat.param.num_sharers for flat in flats) == expected
@@ -265,7 +267,7 @@ def test_what_ranks_share_is_not_sent_home_by_each(gpu: Reach) -> None:
     first = {}
     for num_sharers in (1, 2, 3, 4):
         sharding = replace(sharding_of(2), num_sharers=num_sharers)
-        placement = place(units, TierChoices("host", "host", "host"), gpu, OptimizerStates(), sharding=sharding)
+        placement = Placer(units, gpu, OptimizerStates(), sharding=sharding).place(TierChoices("host", "host", "host"))
         first[num_sharers] = unit_demands(placement)["(root)"].first_arrival
     # Of what ranks elsewhere update, each sends its part.
     for num_sharers, part in [(1, 3 / 4), (2, 1 / 4), (3, 1 / 12), (4, 0.0)]:
@@ -281,7 +283,7 @@ def test_ranks_that_take_parts_home_count_them(gpu: Reach) -> None:
     for flat, num_sharers in product((trained, frozen), (1, 2, 4)):
         sharding = replace(sharding_of(1), num_sharers=num_sharers)
         units = [UnitLayout("(root)", (flat,), ("(root)",))]
-        placement = place(units, TierChoices("host", "host", "host"), gpu, OptimizerStates(), sharding=sharding)
+        placement = Placer(units, gpu, OptimizerStates(), sharding=sharding).place(TierChoices("host", "host", "host"))
         expected = num_sharers if flat.trainable and num_sharers == 2 else 0
         assert placement.num_arrival_counters == expected
         whole = host_buffer_nbytes(flat.nbytes) if num_sharers > 1 else 0
@@ -289,5 +291,7 @@ def test_ranks_that_take_parts_home_count_them(gpu: Reach) -> None:
         leased = sums(placement.fixed_claims()).get(("host", "arrival counters"), 0)
         assert leased == (host_buffer_nbytes(1) if expected else 0)
         # As if they had been found out later.
-        apart = place(units, TierChoices("host", "host", "host"), gpu, OptimizerStates(), sharding=sharding_of(1))
+        apart = Placer(units, gpu, OptimizerStates(), sharding=sharding_of(1)).place(
+            TierChoices("host", "host", "host")
+        )
         assert with_sharers(apart, num_sharers) == placement
