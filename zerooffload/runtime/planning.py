@@ -57,14 +57,15 @@ def plan_together(problem: PlacementProblem, limits: Limits, collectives: Collec
     BudgetError
         If the run does not fit, on this rank or another one.
     """
-    sharers, least = problem.sharding.num_sharers, problem
+    least, sharers = problem, problem.sharding.num_sharers
     if leaves_homes_open(problem):
         everyones = collectives.gather_objects((limits, sharers))
         limits = _least([limits for limits, _ in everyones])
         fewest = min(sharers for _, sharers in everyones)
-        least = replace(problem, sharding=replace(problem.sharding, num_sharers=fewest))
+        if fewest < sharers:
+            least = replace(problem, sharding=replace(problem.sharding, num_sharers=fewest))
     plan = agree(collectives, lambda: _plan(least, limits, collectives), "planning")
-    return _same_windows(plan.with_sharers(sharers), collectives)
+    return _same_windows(plan if least is problem else plan.with_sharers(sharers), collectives)
 
 
 def _plan(problem: PlacementProblem, limits: Limits, collectives: Collectives) -> AnnouncedPlan:

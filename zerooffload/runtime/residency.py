@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from math import inf
 
 from zerooffload.accelerator import Accelerator
 from zerooffload.errors import BudgetError, ConfigError, InternalError
@@ -104,12 +105,11 @@ class Residency:
     def prefetch(self, upcoming: Sequence[Unit]) -> None:
         """Start fetches for what comes next, as far as the window reaches."""
         self._fetcher.advance()
-        next_use = first_uses(upcoming)
         for position, unit in enumerate(upcoming):
             if not unit.moving_parts or unit.state.current is not ShardState.AT_HOME:
                 continue
             missing = self._taken_nbytes + unit.range_nbytes - self._window_nbytes
-            victims = choose_victims(self._idle(), next_use, missing, sooner_than=position) if missing > 0 else []
+            victims = self._victims(missing, upcoming, sooner_than=position)
             if missing > 0 and not victims:
                 self._fetcher.read_ahead(
                     other
@@ -153,6 +153,11 @@ class Residency:
     def _idle(self) -> list[Unit]:
         return [unit for unit in self._full if not self._in_use[unit]]
 
+    def _victims(self, missing: int, upcoming: Sequence[Unit], *, sooner_than: float = -inf) -> list[Unit]:
+        if missing <= 0:
+            return []
+        return choose_victims(self._idle(), first_uses(upcoming), missing, sooner_than=sooner_than)
+
     def _make_room(self, unit: Unit, upcoming: Sequence[Unit]) -> None:
         missing = self._taken_nbytes + unit.range_nbytes - self._window_nbytes
         if missing <= 0:
@@ -160,7 +165,7 @@ class Residency:
         for other in [other for other in self._fetches if not self._in_use[other]]:
             # A wrong guess: it must arrive before its memory can be used for something else.
             self._finish(other)
-        victims = choose_victims(self._idle(), first_uses(upcoming), missing)
+        victims = self._victims(missing, upcoming)
         if not victims:
             used = ", ".join(other.name for other in self._in_use if self._in_use[other] and other is not unit)
             raise BudgetError(

@@ -21,11 +21,9 @@ from zerooffload.accelerator import DeviceRange
 from zerooffload.errors import InternalError
 from zerooffload.formats import round_up
 from zerooffload.sharding.flat import Flat
+from zerooffload.sharding.layout import SLOT_ALIGNMENT_BYTES
 from zerooffload.sharding.state import SHARD_TRANSITIONS, ShardState, StateMachine
 from zerooffload.tiers import Block, Space
-
-_PART_ALIGNMENT_BYTES = 64
-"""Of copies between device and host: as of parameters in a flat buffer."""
 
 
 @dataclass(eq=False)
@@ -136,7 +134,7 @@ class UnitFlat:
         """The bytes of such a chunk that this rank takes home."""
         if not self.home_is_shared:
             return slice(0, nbytes)
-        length = round_up(-(-nbytes // len(self.sharers)), _PART_ALIGNMENT_BYTES)
+        length = round_up(-(-nbytes // len(self.sharers)), SLOT_ALIGNMENT_BYTES)
         start = self.sharers.index(self.rank) * length
         return slice(min(start, nbytes), min(start + length, nbytes))
 

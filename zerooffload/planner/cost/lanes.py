@@ -93,17 +93,12 @@ def run_lanes(tasks: Sequence[Task], pairs: Sequence[Pair] = (), slots: Mapping[
 
 def busiest_seconds(tasks: Sequence[Task], pairs: Sequence[Pair] = ()) -> float:
     """The least that these tasks take together, whatever waits for whatever: that of the busiest lane or pool."""
-    # Most tasks of a lane load the same.
-    together: dict[tuple[str, int], tuple[Loads, float]] = {}
-    for task in tasks:
-        kind = task.lane, id(task.loads)
-        together[kind] = task.loads, together.get(kind, (task.loads, 0.0))[1] + task.seconds
     lanes: dict[str, float] = {}
     loads: dict[tuple[str, str], float] = {}
-    for (lane, _), (of_task, seconds) in together.items():
-        lanes[lane] = lanes.get(lane, 0.0) + seconds
-        for pool, load in of_task.items():
-            loads[pool, lane] = loads.get((pool, lane), 0.0) + load * seconds
+    for task in tasks:
+        lanes[task.lane] = lanes.get(task.lane, 0.0) + task.seconds
+        for pool, load in task.loads.items():
+            loads[pool, task.lane] = loads.get((pool, task.lane), 0.0) + load * task.seconds
     pools = {pool: _pool_seconds(pool, loads, pairs) for pool, _ in loads}
     return max([*lanes.values(), *pools.values()], default=0.0)
 
@@ -133,8 +128,6 @@ class _Lanes:
                     raise ValueError(f"task {number} ({task.name}) waits for a later one, {earlier}")
                 self._waiting_for[earlier].append(number)
         self._ready: dict[str, list[tuple[int, int]]] = {task.lane: [] for task in tasks}
-        # Lanes that something has changed for: only they may have a task that begins.
-        self._stirred: set[str] = set()
         # Of each lane that runs: its task, and what is left of it in seconds at full speed.
         self._running: dict[str, int] = {}
         self._left: dict[str, float] = {}
@@ -162,12 +155,9 @@ class _Lanes:
     def _make_ready(self, number: int) -> None:
         task = self._tasks[number]
         heapq.heappush(self._ready[task.lane], (task.rank, number))
-        self._stirred.add(task.lane)
 
     def _begin(self, now: float) -> None:
-        stirred, self._stirred = self._stirred, set()
-        for lane in sorted(stirred):
-            ready = self._ready[lane]
+        for lane, ready in self._ready.items():
             if not ready or lane in self._running:
                 continue
             number, kind = ready[0][1], self._tasks[ready[0][1]].takes
@@ -184,8 +174,6 @@ class _Lanes:
         self._ends[number] = now
         if self._tasks[number].frees:
             self._free[self._tasks[number].frees] += 1
-            self._stirred.update(self._ready)
-        self._stirred.add(lane)
         for later in self._waiting_for[number]:
             self._num_awaited[later] -= 1
             if not self._num_awaited[later]:
