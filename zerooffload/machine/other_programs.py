@@ -37,7 +37,10 @@ class OtherPrograms:
         self._begin = used()
 
     def busy_cores(self) -> float:
-        """Cores that they kept busy, on average since."""
+        """Cores that they kept busy, on average since: of those that this process may use, so never more.
+
+        The time of cores is counted in ticks of 10 ms: within a few of them it may be more than the clock's.
+        """
         now = self._used()
         clock, busy, own = (last - first for first, last in zip(self._begin, now, strict=True))
-        return max(0.0, busy - own) / clock if clock > 0 else 0.0
+        return min(max(0.0, busy - own) / clock, len(affinity())) if clock > 0 else 0.0
