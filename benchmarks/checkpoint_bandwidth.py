@@ -3,7 +3,8 @@
 AdamW in fp32 over a few large parameters, whose states are all on host or all on nvme. A save from host writes 12 bytes
 a parameter, one from nvme also reads them. Each is timed from the call until the checkpoint is there, flushes included.
 The limit is a C loop that only transfers (disk_limit.c, the better of threads and io_uring, each with the best of a few
-settings): writes, or as many reads as writes, over a file that is there, measured before and after each save.
+settings): writes, or as many reads as writes. Before each save it goes over the very files that the save will write
+over, since a drive may take bytes at one place faster than at another.
 
 Then saves go on beside training, whose steps compute for --compute seconds and then update. What keeps the training
 thread is the call itself, and waiting for chunks that are not read yet; `step` in the table is the median step beside a
@@ -11,7 +12,7 @@ save and without one.
 
     python benchmarks/checkpoint_bandwidth.py /mnt/nvme --json checkpoint_bandwidth.json
 
-Takes 48 bytes of space a parameter, and from host 16 of memory. A missed target does not change the exit status; bytes
+Takes 36 bytes of space a parameter, and from host 16 of memory. A missed target does not change the exit status; bytes
 that are not those of the formula do.
 """
 
@@ -21,17 +22,17 @@ import argparse
 import statistics
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from disk_limit import (
+    NO_TURN,
     DiskLimit,
     Mix,
+    Turn,
     check,
     count,
-    lay_out,
     machine,
     positive,
     refuse_wrong_bytes,
@@ -43,12 +44,11 @@ from disk_limit import (
 from optimizer_stream import MOST_TURN_SECONDS, PATTERN_NUMEL, Model, Weights
 
 import zerooffload as zo
-from zerooffload.formats import GIB, format_bytes, round_up
+from zerooffload.formats import GIB, MIB, format_bytes, round_up
 from zerooffload.telemetry import Wait
-from zerooffload.tiers import FILE_ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
-    from disk_limit import Setting, Turn
+    from disk_limit import Setting
 
 STATE_BYTES = 12
 MIXES = {"host": Mix("write", 0, 1), "nvme": Mix("1:1", 1, 1)}
@@ -58,6 +58,8 @@ NUM_NEW = 2
 LEAST_RATIO = 0.9
 MOST_BLOCKED = 0.05
 GRID_SECONDS = 1.0
+BLOCK_BYTES = MIB
+"""The limit goes over whole ones of a file."""
 BYTES_TOLERANCE = 0.01
 
 
@@ -101,6 +103,11 @@ class Trained:
         return seconds, zo.step_report(self._model).waits.get(Wait.SNAPSHOT.value, 0.0)
 
     @property
+    def next_files(self) -> list[Path]:
+        """That the next save will write over."""
+        return sorted(self._directory.glob(".save-*.part/*.safetensors"))
+
+    @property
     def saved_bytes(self) -> int:
         """Of the newest checkpoint's files."""
         newest = max(self._directory.glob("save-*"))
@@ -111,21 +118,32 @@ class Trained:
         zo.close(self._model)
 
 
+def timed_save(trained: Trained) -> float:
+    """Seconds of a save, all of it."""
+    begin = time.perf_counter()
+    trained.save(blocking=True)
+    return time.perf_counter() - begin
+
+
 def timed_saves(
-    trained: Trained, limit: DiskLimit, settings: list[Setting], mix: Mix, num_saves: int
+    trained: Trained, limit: DiskLimit, settings: list[Setting], mix: Mix, args: argparse.Namespace
 ) -> tuple[list[float], dict[Setting, list[Turn]]]:
-    """Seconds of each save, those into new files first, and for each setting a turn after each."""
+    """Seconds of each save, and for each setting a turn as long before each, over the files of that save."""
     seconds: list[float] = []
     turns: dict[Setting, list[Turn]] = {setting: [] for setting in settings}
-    for number in range(NUM_NEW + num_saves):
-        begin = time.perf_counter()
-        trained.save(blocking=True)
-        seconds.append(time.perf_counter() - begin)
-        print(f"save {number + 1} of {NUM_NEW + num_saves}", file=sys.stderr)
+    turn_seconds = args.grid_seconds
+    for number in range(args.saves):
         for setting in settings:
-            turn_seconds = min(time.perf_counter() - begin, MOST_TURN_SECONDS)
-            turns[setting].append(limit.turn(setting, mix, turn_seconds))
+            turns[setting].append(turn_over(trained.next_files, limit, setting, mix, turn_seconds))
+        seconds.append(timed_save(trained))
+        turn_seconds = min(seconds[-1], MOST_TURN_SECONDS)
+        print(f"save {number + 1} of {args.saves}", file=sys.stderr)
     return seconds, turns
+
+
+def turn_over(files: list[Path], limit: DiskLimit, setting: Setting, mix: Mix, seconds: float) -> Turn:
+    """So long in all, in one file after the other."""
+    return sum((limit.turn(setting, mix, seconds / len(files), file) for file in files), NO_TURN)
 
 
 def beside_training(trained: Trained, num_saves: int) -> tuple[list[float], list[float], list[float]]:
@@ -145,39 +163,43 @@ def beside_training(trained: Trained, num_saves: int) -> tuple[list[float], list
     return shares, beside, alone
 
 
-def measure(home: str, folder: Path, limit: DiskLimit, args: argparse.Namespace) -> dict[str, Any]:
+def measure(home: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """The row of a placement."""
     own = folder / home
     own.mkdir()
     mix = MIXES[home]
-    settings = limit.finalists([mix], args.grid_seconds)[mix]
     try:
         trained = Trained(home, own, args)
     except zo.ZeroOffloadError as error:
         raise SystemExit(f"{home}: {error}") from error
     try:
-        seconds, turns = timed_saves(trained, limit, settings, mix, args.saves)
+        new_seconds = [timed_save(trained) for _ in range(NUM_NEW)]
+        file, *_ = trained.next_files
+        limit = DiskLimit(own, file, file.stat().st_size // BLOCK_BYTES * BLOCK_BYTES)
+        settings = limit.finalists([mix], args.grid_seconds)[mix]
+        seconds, turns = timed_saves(trained, limit, settings, mix, args)
         shares, beside, alone = beside_training(trained, args.saves)
         saved_bytes = trained.saved_bytes
     finally:
         trained.close()
-    setting = max(turns, key=lambda one: statistics.median(turn.bytes_per_second for turn in turns[one]))
-    around = [
-        statistics.mean(pair) for pair in pairwise(turn.bytes_per_second for turn in turns[setting][NUM_NEW - 1 :])
-    ]
+        for path in (own / "checkpoints").rglob("*.safetensors"):
+            path.unlink()
+    of_settings = {setting: [turn.bytes_per_second for turn in of_one] for setting, of_one in turns.items()}
+    setting = max(of_settings, key=lambda one: statistics.median(of_settings[one]))
     moved_bytes = trained.state_bytes * (mix.reads + mix.writes)
-    new, rates = ([moved_bytes / one for one in part] for part in (seconds[:NUM_NEW], seconds[NUM_NEW:]))
+    new, rates = ([moved_bytes / one for one in part] for part in (new_seconds, seconds))
     return {
         "name": f"from {home}",
         "state_bytes": trained.state_bytes,
         "saved_bytes": saved_bytes,
         "moved_bytes": moved_bytes,
         "limit": str(setting),
-        "limit_gb_per_second": spread([rate / 1e9 for rate in around]),
+        "limits_missing": limit.why_missing,
+        "limit_gb_per_second": spread([rate / 1e9 for rate in of_settings[setting]]),
         "gb_per_second": spread([rate / 1e9 for rate in rates]),
         "new_files_gb_per_second": spread([rate / 1e9 for rate in new]),
-        "save_seconds": spread(seconds[NUM_NEW:]),
-        "ratio_to_limit": spread([rate / most for rate, most in zip(rates, around, strict=True)]),
+        "save_seconds": spread(seconds),
+        "ratio_to_limit": spread([rate / most for rate, most in zip(rates, of_settings[setting], strict=True)]),
         "blocked_share": spread(shares),
         "step_seconds_beside": spread(beside),
         "step_seconds_alone": spread(alone),
@@ -209,16 +231,9 @@ def show(row: dict[str, Any]) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Lay out the files, measure and print; the result object."""
     state_bytes = STATE_BYTES * round_up(args.parameters, PATTERN_NUMEL)
-    with scratch_folder(args.path, 4 * state_bytes) as folder:
+    with scratch_folder(args.path, 3 * state_bytes) as folder:
         where = machine(folder)
-        file_bytes = round_up(state_bytes, FILE_ALIGNMENT_BYTES)
-        lay_out(folder / "limit.bin", file_bytes)
-        limit = DiskLimit(folder, folder / "limit.bin", file_bytes)
-        rows = []
-        for home in MIXES:
-            rows.append(measure(home, folder, limit, args))
-            for file in (folder / home / "checkpoints").rglob("*.safetensors"):
-                file.unlink()
+        rows = [measure(home, folder, args) for home in MIXES]
     print(f"{where['device']} ({where['file_system']}), {where['usable_cores']} cores of {where['cpu']}")
     print(f"load average before: {where['load_average'][0]:.2f} (whatever else runs here takes from the figures)")
     print(f"{format_bytes(state_bytes)} of states\n")
@@ -227,7 +242,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     for row in rows:
         show(row)
-    missing = {f"limit {name}": why for name, why in limit.why_missing.items()}
+    missing = {f"limit {name}": why for row in rows for name, why in row["limits_missing"].items()}
     for name, why in missing.items():
         print(f"{name}: missing, {why}")
     return {

@@ -277,6 +277,8 @@ static double run_uring(const struct job* job, uint64_t* next, struct moved* mov
     }
   }
   const double seconds = now() - start;
+  // Else the kernel has the file open for some time after this has ended, which others may care about.
+  if (ring.has_file) syscall(__NR_io_uring_register, ring.fd, IORING_UNREGISTER_FILES, NULL, 0);
   close(ring.fd);
   return seconds;
 }

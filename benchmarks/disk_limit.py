@@ -123,11 +123,11 @@ class DiskLimit:
         self.huge_page_share = 1.0
         self.is_registered = True
 
-    def turn(self, setting: Setting, mix: Mix, seconds: float) -> Turn:
-        """Move bytes for that long; it sweeps on from where its last turn ended."""
+    def turn(self, setting: Setting, mix: Mix, seconds: float, file: Path | None = None) -> Turn:
+        """Move bytes for that long, from where its last turn ended on; also in another file of that length."""
         key = (setting, mix)
         numbers = (self._length_bytes, setting.block_bytes, setting.depth, mix.reads, mix.writes, seconds)
-        command = [self._program, setting.engine, self._file, *numbers, self._next.get(key, 0)]
+        command = [self._program, setting.engine, file or self._file, *numbers, self._next.get(key, 0)]
         done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)  # noqa: S603
         if done.returncode:
             raise OSError(done.stderr.strip())
