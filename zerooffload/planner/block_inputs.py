@@ -59,7 +59,12 @@ def place_block_inputs(
     claims.append(Claim(TierName.HOST, STAGING_HOLDER, ring_nbytes(NUM_SLOTS, slot_nbytes)))
     if in_slices:
         claims.append(Claim(TierName.DEVICE, SUMS_HOLDER, _largest_sums(units, in_slices)))
-    return BlockInputs(homes, tuple(claim for claim in claims if claim.nbytes), slot_nbytes)
+    return BlockInputs(
+        homes=homes,
+        whole=frozenset(blocks) - homes.keys(),
+        claims=tuple(claim for claim in claims if claim.nbytes),
+        slot_nbytes=slot_nbytes,
+    )
 
 
 def inputs_nbytes(homes: Mapping[str, TierName], nbytes_of: Mapping[str, int], reach: Reach) -> dict[TierName, int]:

@@ -351,5 +351,6 @@ def _kind(request: Request, config: OffloadConfig, problem: PlacementProblem) ->
         accumulation=config.accumulation_steps or 1,
         computed_again=request.computed_again | frozenset(problem.block_inputs.homes),
         num_slices=request.batch_size // size,
+        whole=problem.block_inputs.whole,
         clips=request.clips,
     )

@@ -214,6 +214,8 @@ class BlockInputs:
     ----------
     homes : Mapping[str, TierName]
         Where a block's input is kept, by unit; a block that keeps its activations has none.
+    whole : frozenset[str]
+        Those other blocks: they run the whole batch at once.
     claims : tuple[Claim, ...]
         What is leased from the start.
     slot_nbytes : int
@@ -221,6 +223,7 @@ class BlockInputs:
     """
 
     homes: Mapping[str, TierName] = field(default_factory=dict)
+    whole: frozenset[str] = frozenset()
     claims: tuple[Claim, ...] = ()
     slot_nbytes: int = 0
 

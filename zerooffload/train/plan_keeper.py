@@ -92,11 +92,13 @@ class PlanKeeper(Keeper):
             )
         if run.plan.planned_bytes(TierName.NVME) and not self._machine.drives:
             raise ConfigError(f"the profile of {self._machine.name} has no drive: zerooffload calibrate --path adds it")
+        block_inputs = run.plan.placement.block_inputs
         kind = StepKind(
             schedule=run.update_mode.mode,
             accumulation=recipe.training.accumulation_steps,
-            computed_again=self._planner.computed_again(recipe) | frozenset(run.plan.placement.block_inputs.homes),
+            computed_again=self._planner.computed_again(recipe) | frozenset(block_inputs.homes),
             num_slices=recipe.training.batch_size // self._profile.batch_size,
+            whole=block_inputs.whole,
             clips=recipe.training.max_grad_norm is not None,
         )
         on_paper = RunOnPaper(

@@ -53,7 +53,9 @@ def claims(inputs: BlockInputs) -> dict[tuple[str, str], int]:
     ],
 )
 def test_where_inputs_are_kept(choice: Any, in_slices: bool, homes: dict[str, str], cpu: Reach) -> None:  # noqa: FBT001
-    assert placed(cpu, choice, in_slices=in_slices).homes == homes
+    found = placed(cpu, choice, in_slices=in_slices)
+    assert found.homes == homes
+    assert found.whole == set(BLOCKS) - homes.keys()
 
 
 def test_a_pattern_without_a_block_is_refused(cpu: Reach) -> None:

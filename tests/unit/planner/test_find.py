@@ -144,6 +144,19 @@ def test_a_slice_size_is_found_that_leaves_activations_room() -> None:
     assert plan.estimate.memory[0].peak_bytes <= 128 * MIB
 
 
+def test_blocks_that_keep_their_activations_keep_those_of_the_whole_batch() -> None:
+    paper = of_memory(2 * STATES, STATES)
+    of_none, of_slices = (
+        planned(paper, saved=2 * MIB, activations="keep", micro_batch_size=size).estimate.memory[0]
+        for size in (None, 1)
+    )
+    assert of_slices.activations == of_none.activations
+    assert max(of_none.activations.values()) == 4 * NUM_LAYERS * 2 * MIB
+    some = planned(paper, saved=2 * MIB, activations={"3": "keep", "*": "device"}, micro_batch_size=1)
+    # Beside what one layer keeps for four samples, the slice of the layer that is computed again in backward.
+    assert some.estimate.memory[0].activations["backward"] == (4 + 1) * 2 * MIB
+
+
 def test_a_slice_size_that_does_not_divide_the_batch_is_an_error() -> None:
     with pytest.raises(zo.ConfigError, match="a batch of 4 is no multiple of micro_batch_size, 3"):
         planned(of_memory(2 * STATES, STATES), micro_batch_size=3)

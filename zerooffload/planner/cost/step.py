@@ -35,6 +35,8 @@ class StepKind:
         Units whose forward runs again in backward.
     num_slices : int
         Of a block's batch; the model's profile is that of one slice.
+    whole : frozenset[str]
+        Units that run the whole batch at once nevertheless.
     clips : bool
         Whether the gradients' norm is wanted.
     """
@@ -43,6 +45,7 @@ class StepKind:
     accumulation: int = 1
     computed_again: frozenset[str] = frozenset()
     num_slices: int = 1
+    whole: frozenset[str] = frozenset()
     clips: bool = False
 
 
