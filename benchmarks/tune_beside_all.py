@@ -6,6 +6,7 @@ that are near the best take further ones, in turns with what tune has found. The
 fastest of the others, from the same rounds.
 
     python benchmarks/tune_beside_all.py /mnt/nvme --table benchmarks/results/tune_beside_all.md
+    python benchmarks/tune_beside_all.py /mnt/nvme --quick
 
 The machine is calibrated first (or `--machine` is its profile). A missed target does not change the exit status.
 """
@@ -74,12 +75,13 @@ def name_of(homes: Sequence[str], mode: str) -> str:
     return ", ".join([*map(" ".join, zip(STATES, homes, strict=True)), mode])
 
 
-def all_of(folder: Path, workload: str) -> dict[str, Recipe]:
-    """Each home of each state, with each mode."""
+def all_of(folder: Path, workload: str, *, is_quick: bool) -> dict[str, Recipe]:
+    """Each home of each state, with each mode; or one home for all of them, and nothing hidden."""
+    together = [[tier] * len(STATES) for tier in TIERS]
     return {
         name_of(homes, mode): recipe_of(folder, workload, **dict(zip(STATES, homes, strict=True)), update=mode)
-        for homes in product(TIERS, repeat=len(STATES))
-        for mode in map(str, UpdateMode)
+        for homes in (together if is_quick else product(TIERS, repeat=len(STATES)))
+        for mode in map(str, [UpdateMode.AFTER_BACKWARD] if is_quick else UpdateMode)
     }
 
 
@@ -101,7 +103,7 @@ def compare(workload: str, folder: Path, profile: MachineProfile, args: argparse
     tuned = Tuning(start, profile, folder / "trials.json", effort).tune()
     took = time.perf_counter() - begin
     print(f"{workload}: tuned in {took:.0f} s: {tuned.best.key}", file=sys.stderr, flush=True)
-    others = all_of(folder, workload)
+    others = all_of(folder, workload, is_quick=args.quick)
     steps = {name: seconds_of(recipe, args) for name, recipe in others.items()}
     steps = {name: seconds for name, seconds in steps.items() if seconds}
     fastest = min(map(statistics.median, steps.values()))
@@ -136,13 +138,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         (folder / "text.txt").write_text(TEXT, encoding="utf-8")
         profile = of_one_rank(calibrate([folder]) if args.machine is None else read_machine(args.machine))
-        rows = [compare(workload, folder, profile, args) for workload in WORKLOADS]
+        rows = [compare(workload, folder, profile, args) for workload in list(WORKLOADS)[: 1 if args.quick else None]]
         return {
+            "options": _options(args),
             "machine": machine(folder),
             "versions": versions("transformers"),
             "rows": rows,
             "checks": [_check_of(row) for row in rows],
         }
+
+
+def _options(args: argparse.Namespace) -> str:
+    """Those that a result depends on, as they were given."""
+    numbers = [f"--{name} {getattr(args, name)}" for name in ("trials", "rounds", "steps")]
+    return " ".join([*numbers, *(["--quick"] if args.quick else [])])
 
 
 def _check_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,8 +164,8 @@ def markdown(result: Mapping[str, Any]) -> str:
     lines = [
         "# Tuned, beside all that there is",
         "",
-        f"{on_what(result)}. `python benchmarks/tune_beside_all.py DIR`: a Llama of 14 M parameters,",
-        f"{BATCH_SIZE} x {SEQUENCE_LENGTH} tokens a backward, fp32, clipping; medians of steps.",
+        f"{on_what(result)}. `python benchmarks/tune_beside_all.py DIR {result['options']}`:",
+        f"a Llama of 14 M parameters, {BATCH_SIZE} x {SEQUENCE_LENGTH} tokens a backward, fp32, clipping; medians.",
         "",
         "| training | configurations | fit | began with | tuned | of the best | the best of all |",
         "|---|---|---|---|---|---|---|",
@@ -185,6 +194,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trials", type=count, default=9, help="configurations that tune tries; 9")
     parser.add_argument("--rounds", type=count, default=3, help="of those near the best; 3")
     parser.add_argument("--steps", type=count, default=5, help="of a turn that count; 5")
+    parser.add_argument("--quick", action="store_true", help="the first training, with all states on one tier, alone")
     add_result_files(parser)
     return parser.parse_args()
 

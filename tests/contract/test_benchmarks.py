@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.thoroughness import EXHAUSTIVE
 
 from zerooffload import native
 
@@ -176,11 +177,9 @@ def test_contestants_of_a_step_have_the_same_losses_and_a_missing_one_is_told(re
     assert all(item["ok"] for item in losses)
 
 
-def test_plans_are_compared_with_what_came(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    drive, file, table = tmp_path / "drive", tmp_path / "result.json", tmp_path / "table.md"
-    drive.mkdir()
-    profile = tmp_path / "machine.toml"
+def written_profile(folder: Path, drive: Path) -> Path:
+    """Of some machine, which need not be measured then."""
+    profile = folder / "machine.toml"
     profile.write_text(
         f"""
         name = "some machine"
@@ -199,6 +198,14 @@ def test_plans_are_compared_with_what_came(run: Run, tmp_path: Path) -> None:
         write = 3e9
         """
     )
+    return profile
+
+
+def test_plans_are_compared_with_what_came(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    drive, file, table = tmp_path / "drive", tmp_path / "result.json", tmp_path / "table.md"
+    drive.mkdir()
+    profile = written_profile(tmp_path, drive)
     words = ("--quick", "--rounds", "1", "--steps", "1", "--warm-up", "1", "--machine", profile)
     done = run("plan_accuracy.py", drive, *words, "--json", file, "--table", table)
     if "refuses direct I/O" in done.stderr:
@@ -212,6 +219,24 @@ def test_plans_are_compared_with_what_came(run: Run, tmp_path: Path) -> None:
         assert all(both["predicted"] == both["measured"] for both in row["leased_bytes"].values())
     assert [item["name"] for item in result["checks"] if "leases" in item["name"] and item["ok"]]
     assert table.read_text().count("| small |") == 1
+
+
+@pytest.mark.skipif(not EXHAUSTIVE, reason="tunes for minutes: set ZEROOFFLOAD_TEST_EXHAUSTIVE=1")
+def test_what_tune_finds_is_timed_beside_all(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    drive, file, table = tmp_path / "drive", tmp_path / "result.json", tmp_path / "table.md"
+    drive.mkdir()
+    profile = written_profile(tmp_path, drive)
+    words = ("--quick", "--trials", "1", "--rounds", "1", "--steps", "1", "--machine", profile)
+    done = run("tune_beside_all.py", drive, *words, "--json", file, "--table", table)
+    if "refuses direct I/O" in done.stderr:
+        pytest.skip("the file system of the temporary folder has no direct I/O")
+    assert done.status == 0, done.stderr
+    assert not list(drive.iterdir())
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["num_all"] == row["num_that_fit"] == 2
+    assert row["tuned_seconds"] > 0 < row["best_seconds"]
+    assert row["best"] in table.read_text().replace("after backward", "after_backward")
 
 
 def test_the_search_of_plans_is_timed(run: Run, tmp_path: Path) -> None:
