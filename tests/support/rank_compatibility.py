@@ -47,6 +47,8 @@ def train_cells(rank: int, world_size: int, folder: str, cells: Sequence[Cell]) 
             dist.init_process_group(
                 "gloo", store=own_store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
             )
+            # A rank whose cell is refused at once would end its group while another still connects to it.
+            dist.barrier()
             own_folder = Path(folder, str(number))
             own_folder.mkdir(exist_ok=True)
             changes = {"batch": partial(rank_batch, rank=rank), "num_steps": NUM_STEPS}
