@@ -177,9 +177,13 @@ def test_contestants_of_a_step_have_the_same_losses_and_a_missing_one_is_told(re
     assert all(item["ok"] for item in losses)
 
 
-def written_profile(folder: Path, drive: Path) -> Path:
-    """Of some machine, which need not be measured then."""
-    profile = folder / "machine.toml"
+@pytest.fixture
+def train_shortly(run: Run, tmp_path: Path) -> Callable[..., tuple[dict[str, Any], str]]:
+    """A benchmark that trains small recipes, as short as it can: its result, and its table."""
+    pytest.importorskip("transformers")
+    drive, file, table = tmp_path / "drive", tmp_path / "result.json", tmp_path / "table.md"
+    drive.mkdir()
+    profile = tmp_path / "machine.toml"
     profile.write_text(
         f"""
         name = "some machine"
@@ -198,45 +202,36 @@ def written_profile(folder: Path, drive: Path) -> Path:
         write = 3e9
         """
     )
-    return profile
+
+    def trained(name: str, *words: str) -> tuple[dict[str, Any], str]:
+        short = ("--quick", "--rounds", "1", "--steps", "1", "--machine", profile)
+        done = run(name, drive, *short, *words, "--json", file, "--table", table)
+        if "refuses direct I/O" in done.stderr:
+            pytest.skip("the file system of the temporary folder has no direct I/O")
+        assert done.status == 0, done.stderr
+        assert not list(drive.iterdir())
+        return json.loads(file.read_text()), table.read_text()
+
+    return trained
 
 
-def test_plans_are_compared_with_what_came(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    drive, file, table = tmp_path / "drive", tmp_path / "result.json", tmp_path / "table.md"
-    drive.mkdir()
-    profile = written_profile(tmp_path, drive)
-    words = ("--quick", "--rounds", "1", "--steps", "1", "--warm-up", "1", "--machine", profile)
-    done = run("plan_accuracy.py", drive, *words, "--json", file, "--table", table)
-    if "refuses direct I/O" in done.stderr:
-        pytest.skip("the file system of the temporary folder has no direct I/O")
-    assert done.status == 0, done.stderr
-    assert not list(drive.iterdir())
-    result = json.loads(file.read_text())
+def test_plans_are_compared_with_what_came(train_shortly: Callable[..., tuple[dict[str, Any], str]]) -> None:
+    result, table = train_shortly("plan_accuracy.py", "--warm-up", "1")
     assert len(result["rows"]) == 1
     for row in result["rows"]:
         assert row["step_seconds"]["measured"] > 0 < row["step_seconds"]["predicted_then"]
         assert all(both["predicted"] == both["measured"] for both in row["leased_bytes"].values())
     assert [item["name"] for item in result["checks"] if "leases" in item["name"] and item["ok"]]
-    assert table.read_text().count("| small |") == 1
+    assert table.count("| small |") == 1
 
 
 @pytest.mark.skipif(not EXHAUSTIVE, reason="tunes for minutes: set ZEROOFFLOAD_TEST_EXHAUSTIVE=1")
-def test_what_tune_finds_is_timed_beside_all(run: Run, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    drive, file, table = tmp_path / "drive", tmp_path / "result.json", tmp_path / "table.md"
-    drive.mkdir()
-    profile = written_profile(tmp_path, drive)
-    words = ("--quick", "--trials", "1", "--rounds", "1", "--steps", "1", "--machine", profile)
-    done = run("tune_beside_all.py", drive, *words, "--json", file, "--table", table)
-    if "refuses direct I/O" in done.stderr:
-        pytest.skip("the file system of the temporary folder has no direct I/O")
-    assert done.status == 0, done.stderr
-    assert not list(drive.iterdir())
-    (row,) = json.loads(file.read_text())["rows"]
+def test_what_tune_finds_is_timed_beside_all(train_shortly: Callable[..., tuple[dict[str, Any], str]]) -> None:
+    result, table = train_shortly("tune_beside_all.py", "--trials", "1")
+    (row,) = result["rows"]
     assert row["num_all"] == row["num_that_fit"] == 2
     assert row["tuned_seconds"] > 0 < row["best_seconds"]
-    assert row["best"] in table.read_text().replace("after backward", "after_backward")
+    assert row["best"] in table.replace("after backward", "after_backward")
 
 
 def test_the_search_of_plans_is_timed(run: Run, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def activation_bytes(model: ModelProfile, kind: StepKind, *, leased: Container[s
     """
     forward = backward = before = 0
     for work in model.units:
-        num_at_once = kind.num_slices if work.name in kind.whole else 1
+        num_at_once = kind.num_at_once(work.name)
         forward = max(forward, before + work.forward_peak_nbytes * num_at_once)
         kept = _kept(work, kind, leased)
         inside = work.backward_peak_nbytes * num_at_once
@@ -97,7 +97,7 @@ def activation_bytes(model: ModelProfile, kind: StepKind, *, leased: Container[s
 def _kept(work: UnitWork, kind: StepKind, leased: Container[str]) -> int:
     if work.name in kind.computed_again:
         return 0 if work.name in leased else work.input_nbytes * kind.num_slices
-    return work.saved_nbytes * (kind.num_slices if work.name in kind.whole else 1)
+    return work.saved_nbytes * kind.num_at_once(work.name)
 
 
 def _counts_in(claimed: TierName, tier: TierName, *, shares_host: bool) -> bool:

@@ -48,6 +48,10 @@ class StepKind:
     whole: frozenset[str] = frozenset()
     clips: bool = False
 
+    def num_at_once(self, unit: str) -> int:
+        """Slices that a unit's forward takes together."""
+        return self.num_slices if unit in self.whole else 1
+
 
 @dataclass(frozen=True)
 class Span:
