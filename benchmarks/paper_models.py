@@ -74,9 +74,11 @@ def plan_paper_model(
         If it does not fit.
     """
     model = _model(paper)
-    blocks = [unit.name for unit in find_units(model, config.units) if unit.is_block]
+    units = find_units(model, config.units)
+    blocks = [unit.name for unit in units if unit.is_block]
     return plan_model(
         model,
+        units,
         lambda num_samples: _deeper(_traced(paper, num_samples), blocks),
         config,
         machine,

@@ -100,14 +100,15 @@ def plan(
             sequence_length=sequence_length,
         )
 
-    units = [unit.name for unit in find_units(model, config.units)]
+    units = find_units(model, config.units)
     return plan_model(
         model,
+        units,
         profile_of,
         config,
         profile,
         batch_size=batch_size,
-        computed_again=_matching(recomputed, units),
+        computed_again=_matching(recomputed, [unit.name for unit in units]),
         clips=clips,
     )
 
@@ -137,6 +138,7 @@ def machine_for_plans(machine: str | os.PathLike[str] | None) -> MachineProfile:
 
 def plan_model(
     model: nn.Module,
+    units: Sequence[UnitModules],
     profile_of: Callable[[int], ModelProfile],
     config: OffloadConfig,
     machine: MachineProfile,
@@ -152,6 +154,8 @@ def plan_model(
     ----------
     model : torch.nn.Module
         Best on the meta device: nothing is made of it.
+    units : Sequence[UnitModules]
+        What it was cut into.
     profile_of : callable
         What it asks for on a forward of so many samples.
     batch_size : int
@@ -177,7 +181,7 @@ def plan_model(
             machine=machine,
             batch_size=batch_size,
             profile_of=profile_of,
-            problem_of=_Problems(model, machine, find_units(model, config.units)).under,
+            problem_of=_Problems(model, machine, units).under,
             computed_again=computed_again,
             clips=clips,
             baseline_bytes=baseline_bytes,

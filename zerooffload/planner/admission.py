@@ -142,6 +142,10 @@ class Misfit:
     need_bytes: int
     claims: tuple[Claim, ...]
 
+    def needs_of(self, tier: TierName, limits: Limits) -> int:
+        """The least that the run needs of any tier."""
+        return _total(self.claims, tier, limits)
+
 
 def fit(placement: Placement, limits: Limits) -> AnnouncedPlan | Misfit:
     """Fix the sizes that depend on the budgets, or tell why it does not fit them."""

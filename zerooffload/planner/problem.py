@@ -81,17 +81,24 @@ class PlacementProblem:
         BudgetError
             If the least that the run needs does not fit, with the holders and the smallest changes that help.
         """
-        placement = self.placed(choices)
-        limits = replace(limits, spare_host_bytes=self.checkpoint_nbytes(placement))
-        return self._fitted(placement, limits) or announce(placement, limits, choices, self.placed)
+        placement, limits = self._with_spare(choices, limits)
+        return self._ahead(placement, limits) or announce(placement, limits, choices, self.placed)
 
     def fitted(self, choices: TierChoices, limits: Limits) -> AnnouncedPlan | Misfit:
         """As `announced`, or why it does not fit."""
-        placement = self.placed(choices)
-        limits = replace(limits, spare_host_bytes=self.checkpoint_nbytes(placement))
-        return self._fitted(placement, limits) or fit(placement, limits)
+        placement, limits = self._with_spare(choices, limits)
+        return self._ahead(placement, limits) or fit(placement, limits)
 
-    def _fitted(self, placement: Placement, limits: Limits) -> AnnouncedPlan | None:
+    def fitted_ahead(self, choices: TierChoices, limits: Limits) -> AnnouncedPlan | Misfit:
+        """As `fitted`, and with second places in any case."""
+        placement, limits = self._with_spare(choices, limits)
+        return fit(with_second_places(placement), limits)
+
+    def _with_spare(self, choices: TierChoices, limits: Limits) -> tuple[Placement, Limits]:
+        placement = self.placed(choices)
+        return placement, replace(limits, spare_host_bytes=self.checkpoint_nbytes(placement))
+
+    def _ahead(self, placement: Placement, limits: Limits) -> AnnouncedPlan | None:
         if self.wants_second_places:
             plan = fit(with_second_places(placement), limits)
             return plan if isinstance(plan, AnnouncedPlan) else None

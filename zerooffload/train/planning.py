@@ -233,8 +233,10 @@ class Planner:
         ConfigError
             If the model, a setting or the profile cannot work as given.
         """
+        paper = self.model_of(recipe)
         return plan_model(
-            self.model_of(recipe).model,
+            paper.model,
+            paper.units,
             lambda batch_size: self.profile(recipe, batch_size),
             recipe.placement,
             machine,
@@ -264,8 +266,7 @@ class Planner:
         """
         if not recipe.model.gradient_checkpointing:
             return frozenset()
-        units = find_units(self.model_of(recipe).model, recipe.offload.units)
-        return frozenset(unit.name for unit in units if unit.is_block)
+        return frozenset(unit.name for unit in self.model_of(recipe).units if unit.is_block)
 
     def model_of(self, recipe: Recipe) -> _PaperModel:
         """The recipe's model.
@@ -289,12 +290,14 @@ class _PaperModel:
     ----------
     model : torch.nn.Module
         On the meta device.
+    units : Sequence[UnitModules]
     profiles : LanguageModelProfiles
     """
 
     def __init__(self, source: ModelSource, recipe: Recipe) -> None:
         with torch.device("meta"):
             self.model: nn.Module = build_model(source, model_config(source))
+        self.units = find_units(self.model, recipe.offload.units)
         self.profiles = LanguageModelProfiles(source, units=recipe.offload.units)
 
     @property

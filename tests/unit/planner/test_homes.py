@@ -22,6 +22,7 @@ from zerooffload.planner.cost.step import floor_seconds
 from zerooffload.planner.homes import homes_within
 from zerooffload.planner.placement import TierChoices, UnitHomes
 from zerooffload.planner.problem import PlacementProblem
+from zerooffload.planner.search.candidates import Wish, candidates
 
 NUM_DRAWS = 200 if EXHAUSTIVE else 24
 DEVICE, HOST, NVME = TierName.DEVICE, TierName.HOST, TierName.NVME
@@ -174,4 +175,33 @@ def test_a_search_over_two_hundred_units_looks_at_a_few_plans() -> None:
     counting = Counting(**vars(problem))
     plan = homes_within(counting, limits(states // 20, states // 2), machine(), [DEVICE, HOST, NVME])
     assert plan.planned_bytes(HOST) > 0.8 * states / 2
-    assert len(looked_at) <= 24
+    # Those in plain homes, and two for each of four searches: the second has room for what lies beside homes.
+    assert len(looked_at) <= 5 + 4 * 2
+
+
+@pytest.mark.parametrize("host_part", [0.2, 0.5, 1.0])
+def test_homes_with_room_for_second_places_are_found_in_all_of_host_and_in_half_of_it(host_part: float) -> None:
+    config = zo.OffloadConfig(nvme_paths=["/paper"], units=[str(number) for number in range(40)])
+    problem = problem_of(chain([128] * 40), config)
+    states = 16 * 40 * 128 * 128
+    wish = Wish(
+        problem=problem,
+        limits=limits(states // 10, int(host_part * states)),
+        speeds=speeds_of(machine()),
+        kind=StepKind(schedule=UpdateMode.UNDER_NEXT_FORWARD),
+        order=[layout.name for layout in problem.layouts],
+        tiers=[DEVICE, HOST, NVME],
+    )
+    with_second_places = [plan for plan in candidates(wish) if _has_second_places(plan) and _mixes_tiers(plan)]
+    assert len(with_second_places) == 2
+
+
+def _has_second_places(plan: AnnouncedPlan) -> bool:
+    flats = [flat for unit in plan.placement.units for flat in unit.flats]
+    return any(state.num_places == 2 for flat in flats for state in flat.states())
+
+
+def _mixes_tiers(plan: AnnouncedPlan) -> bool:
+    """Not one of the plain ones: units differ."""
+    homes = {tuple(state.tier for state in flat.states()) for unit in plan.placement.units for flat in unit.flats}
+    return len(homes) > 1

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import chain, islice, product
 from math import prod
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from zerooffload.planner.search.homes import WORTH, Counts, HomeSearch, Setting
 from zerooffload.planner.search.kinds import TIERS, Kind, Vector, kinds_of
 
 T = TypeVar("T")
+_Fitting: TypeAlias = tuple[TierChoices, AnnouncedPlan]
+"""Homes, and the plan with them."""
 
 _MOST_COMBINATIONS = 1000
 _HOST_PARTS = (1.0, 0.5)
@@ -67,16 +69,13 @@ def compute_seconds(model: ModelProfile, kind: StepKind, speeds: Speeds) -> tupl
 
 def candidates(wish: Wish) -> Iterator[AnnouncedPlan]:
     """Plans that fit, each with other homes; the first that fits at all where none of those that look best does."""
-    seen: list[TierChoices] = []
-    num_found = 0
-    for choices in all_choices(wish):
-        if choices not in seen:
-            seen.append(choices)
-            for plan in _fitting(wish, choices):
-                num_found += 1
-                yield plan
-    if not num_found:
-        yield from islice((plan for choices in _by_kind(wish) for plan in _fitting(wish, choices)), 1)
+    found: list[TierChoices] = []
+    for choices, plan in chain(_fitting(wish, _plain(wish)), _searches(wish)):
+        if choices not in found:
+            found.append(choices)
+            yield plan.with_cache()
+    if not found:
+        yield from (plan.with_cache() for _, plan in islice(_fitting(wish, _by_kind(wish)), 1))
 
 
 def best_first(plans: Iterable[T], seconds_of: Callable[[T], float]) -> list[T]:
@@ -91,10 +90,11 @@ def best_first(plans: Iterable[T], seconds_of: Callable[[T], float]) -> list[T]:
     return ordered
 
 
-def _fitting(wish: Wish, choices: TierChoices) -> Iterator[AnnouncedPlan]:
-    plan = wish.problem.fitted(choices, wish.limits)
-    if isinstance(plan, AnnouncedPlan):
-        yield plan.with_cache()
+def _fitting(wish: Wish, several: Iterable[TierChoices]) -> Iterator[_Fitting]:
+    for choices in several:
+        plan = wish.problem.fitted(choices, wish.limits)
+        if isinstance(plan, AnnouncedPlan):
+            yield choices, plan
 
 
 def _by_kind(wish: Wish) -> Iterator[TierChoices]:
@@ -115,6 +115,11 @@ def _by_kind(wish: Wish) -> Iterator[TierChoices]:
 def all_choices(wish: Wish) -> Iterator[TierChoices]:
     """Homes that may fit, the plain ones first."""
     yield from _plain(wish)
+    yield from (choices for choices, _ in _searches(wish))
+
+
+def _searches(wish: Wish) -> Iterator[_Fitting]:
+    """Homes that the search counts as best, with second places and without, in all of the host's budget and in less."""
     if len(wish.tiers) > 1:
         places = (False, True) if _may_have_second_places(wish) else (False,)
         kinds = {doubled: _kinds(wish, doubled=doubled) for doubled in places}
@@ -153,17 +158,18 @@ def _kinds(wish: Wish, *, doubled: bool) -> list[Kind]:
     return kinds_of(wish.problem, wish.kind, wish.speeds, wish.order, tiers=wish.tiers, doubled=doubled)
 
 
-def _searched(wish: Wish, kinds: Sequence[Kind], *, host_part: float, doubled: bool) -> TierChoices | None:
+def _searched(wish: Wish, kinds: Sequence[Kind], *, host_part: float, doubled: bool) -> _Fitting | None:
     setting = _setting(wish, host_part=host_part, doubled=doubled)
+    fitted = wish.problem.fitted_ahead if doubled else wish.problem.fitted
     for _ in range(_MOST_TRIES):
         counts = HomeSearch(kinds, setting).run()
         if counts is None:
             return None
         choices = _spread(wish, kinds, counts)
-        plan = wish.problem.fitted(choices, wish.limits)
+        plan = fitted(choices, wish.limits)
         if isinstance(plan, AnnouncedPlan):
-            return choices
-        setting = replace(setting, limits=_without(setting.limits, plan, wish.limits))
+            return choices, plan
+        setting = replace(setting, limits=_smaller(setting.limits, plan, wish.limits, _homes_nbytes(kinds, counts)))
     return None
 
 
@@ -182,10 +188,21 @@ def _setting(wish: Wish, *, host_part: float, doubled: bool) -> Setting:
     )
 
 
-def _without(budgets: Vector, misfit: Misfit, limits: Limits) -> Vector:
-    less = budgets.copy()
-    less[TIERS.index(misfit.tier)] -= misfit.need_bytes - limits.of(misfit.tier)
-    return less
+def _smaller(budgets: Vector, misfit: Misfit, limits: Limits, homes_nbytes: Vector) -> Vector:
+    """Budgets for homes with which these, and what lies beside them on each tier, would have fitted."""
+    needs = np.array([misfit.needs_of(tier, limits) for tier in TIERS], dtype=np.float64)
+    wholes = np.array([limits.of(tier) for tier in TIERS], dtype=np.float64)
+    excess = needs - wholes
+    # What homes left free of their budget is no room for what lies beside them.
+    return np.where(excess > 0, np.minimum(budgets, homes_nbytes) - excess, budgets)
+
+
+def _homes_nbytes(kinds: Sequence[Kind], counts: Counts) -> Vector:
+    """Of all units, on each tier."""
+    of_kinds = [
+        count @ np.array([cost.nbytes for cost in kind.costs]) for kind, count in zip(kinds, counts, strict=True)
+    ]
+    return np.asarray(np.sum(of_kinds, axis=0))
 
 
 def _spread(wish: Wish, kinds: Sequence[Kind], counts: Counts) -> TierChoices:

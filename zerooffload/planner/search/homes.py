@@ -83,7 +83,7 @@ class HomeSearch:
     def run(self) -> Counts | None:
         """The best that was found; None if nothing fits."""
         counts = self._cheapest()
-        if not self._repair(counts, most=sum(self._num_units) * 4):
+        if not self._repair(counts, most=len(self._costs) * sum(self._num_units)):
             return None
         self._better(counts)
         return [counts[start:stop] for start, stop in pairwise(self._places)]
