@@ -101,7 +101,7 @@ class AnnouncedPlan:
 
     def planned_bytes(self, tier: TierName) -> int:
         """All claims on a tier's budget."""
-        return _total(self.claims, tier, self.limits)
+        return claimed_bytes(self.claims, self.limits, tier)
 
 
 def announce(
@@ -141,10 +141,6 @@ class Misfit:
     tier: TierName
     need_bytes: int
     claims: tuple[Claim, ...]
-
-    def needs_of(self, tier: TierName, limits: Limits) -> int:
-        """The least that the run needs of any tier."""
-        return _total(self.claims, tier, limits)
 
 
 def fit(placement: Placement, limits: Limits) -> AnnouncedPlan | Misfit:
@@ -186,13 +182,14 @@ def _claim(holder: str, nbytes: int) -> tuple[Claim, ...]:
 def _first_misfit(claims: tuple[Claim, ...], limits: Limits) -> Misfit | None:
     # Host first: where it holds the device's bytes too, its need is the whole need.
     for tier in (TierName.HOST, TierName.DEVICE, TierName.NVME):
-        need = _total(claims, tier, limits)
+        need = claimed_bytes(claims, limits, tier)
         if need > limits.of(tier):
             return Misfit(tier, need, claims)
     return None
 
 
-def _total(claims: tuple[Claim, ...], tier: TierName, limits: Limits) -> int:
+def claimed_bytes(claims: tuple[Claim, ...], limits: Limits, tier: TierName) -> int:
+    """What claims take of a tier's budget."""
     return sum(claim.nbytes for claim in claims if _counts(claim, tier, limits))
 
 
@@ -202,9 +199,9 @@ def _counts(claim: Claim, tier: TierName, limits: Limits) -> bool:
 
 
 def _room(claims: tuple[Claim, ...], limits: Limits) -> int:
-    room = limits.device_bytes - _total(claims, TierName.DEVICE, limits)
+    room = limits.device_bytes - claimed_bytes(claims, limits, TierName.DEVICE)
     if limits.device_shares_host:
-        left = limits.host_bytes - _total(claims, TierName.HOST, limits)
+        left = limits.host_bytes - claimed_bytes(claims, limits, TierName.HOST)
         room = min(room, max(0, left - limits.spare_host_bytes))
     return room
 

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from glob import escape
 from itertools import product
 from math import inf
@@ -16,20 +17,27 @@ from zerooffload.config import ActivationChoice, MomentFormat, OffloadConfig, Ti
 from zerooffload.errors import BudgetError, ConfigError
 from zerooffload.planner.admission import DEFAULT_PART, UNBOUNDED_NBYTES, AnnouncedPlan, Limits
 from zerooffload.planner.block_inputs import inputs_nbytes
-from zerooffload.planner.cost import Estimate, StepKind, estimate, speeds_of
+from zerooffload.planner.cost import StepKind, estimate, speeds_of
 from zerooffload.planner.cost.demand import may_go_ahead
 from zerooffload.planner.cost.memory import activation_bytes
-from zerooffload.planner.cost.step import floor_seconds
+from zerooffload.planner.cost.step import floor_seconds, soon_seconds
 from zerooffload.planner.plan import STATES, Homes, Plan
 from zerooffload.planner.problem import PlacementProblem
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
-from zerooffload.planner.search.candidates import Wish, best_first, candidates, compute_seconds
+from zerooffload.planner.search.candidates import Wish, best_first, candidates, counted_seconds
+from zerooffload.planner.search.homes import WORTH
+from zerooffload.planner.search.kinds import Kind
+from zerooffload.planner.search.passes import pass_costs
 from zerooffload.planner.search.reasons import reasons_of
 from zerooffload.planner.search.shortfall import shortfall
 
 _ACTIVATIONS_MARGIN = 1.1
 """Of predicted activations, what is left free for them."""
 _MOST_RUN_ON_PAPER = 4
+_AS_GOOD = 1.05
+"""What is counted, or guessed, to be slower by less may yet be the quickest."""
+_MANY_UNITS, _MOST_WAYS = 100, 2
+"""Of more units, how many ways to keep activations, and formats of moments, a search has time for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +76,17 @@ class Request:
     may_use_moments: Sequence[MomentFormat] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Variant:
     """Settings that are fixed but for homes, and what the model asks for under them."""
 
     wish: Wish
     model: ModelProfile
+
+    @cached_property
+    def counted_seconds(self) -> float:
+        """What a step takes in homes that need not fit."""
+        return counted_seconds(self.wish)
 
     def kind_of(self, plan: AnnouncedPlan) -> StepKind:
         """What kind of steps a plan's are."""
@@ -83,6 +96,10 @@ class _Variant:
         """What a step of a plan takes at least."""
         return floor_seconds(plan, self.model, self.wish.speeds, self.kind_of(plan))
 
+    def seconds(self, plan: AnnouncedPlan) -> float:
+        """What a step of a plan takes, nearly."""
+        return soon_seconds(plan, self.model, self.wish.speeds, self.kind_of(plan))
+
 
 @dataclass(frozen=True)
 class _Found:
@@ -91,40 +108,12 @@ class _Found:
     variant: _Variant
     announced: AnnouncedPlan
     least_seconds: float
-    estimate: Estimate
+    seconds: float
 
-
-def find_plan(request: Request) -> Plan:
-    """The plan.
-
-    Raises
-    ------
-    BudgetError
-        If no choice fits the budgets: with the tier, what is needed and had, the holders, and the smallest change that
-        helps.
-    ConfigError
-        If a setting or the machine's profile cannot work as given.
-    """
-    best: _Found | None = None
-    refused: list[BudgetError | Wish] = []
-    for config in _variants(request):
-        if best is not None and config.activations not in ("auto", request.config.activations):
-            # What computes less again is quicker.
-            continue
-        try:
-            variant = _variant_of(request, config)
-        except BudgetError as error:
-            refused.append(error)
-            continue
-        with _without_collections():
-            fitting = list(candidates(variant.wish))
-        if not fitting:
-            refused.append(variant.wish)
-        best = _quickest(request, variant, fitting, best) or best
-    if best is None:
-        first = refused[0]
-        raise shortfall(first) if isinstance(first, Wish) else first
-    return _plan_of(request, best)
+    @property
+    def over_floor(self) -> float:
+        """How many times its floor a step takes."""
+        return self.seconds / self.least_seconds
 
 
 @contextmanager
@@ -139,23 +128,82 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
+def find_plan(request: Request) -> Plan:
+    """The plan.
+
+    Raises
+    ------
+    BudgetError
+        If no choice fits the budgets: with the tier, what is needed and had, the holders, and the smallest change that
+        helps.
+    ConfigError
+        If a setting or the machine's profile cannot work as given.
+    """
+    outcomes = list(_variants(request))
+    variants = [outcome for outcome in outcomes if isinstance(outcome, _Variant)]
+    best = _best_of(variants) if variants else None
+    if best is None:
+        first = outcomes[0]
+        raise shortfall(first.wish) if isinstance(first, _Variant) else first
+    return _plan_of(request, best)
+
+
 @_without_collections()
-def _quickest(
-    request: Request, variant: _Variant, plans: Sequence[AnnouncedPlan], best: _Found | None
-) -> _Found | None:
-    """Of these plans the one with the shortest step; None if none is quicker than what was found before."""
+def _best_of(variants: Sequence[_Variant]) -> _Found | None:
+    best: _Found | None = None
+    has_many_units = len(variants[0].wish.problem.layouts) > _MANY_UNITS
+    num_left = _MOST_WAYS if has_many_units else len(variants)
+    for alike in _first_and_promising(variants):
+        if num_left and (best is None or alike[0].counted_seconds < best.seconds):
+            fitting = _first_that_fits(alike)
+            if fitting is not None:
+                num_left -= 1
+                best = _quickest(*fitting, best) or best
+    return best
+
+
+def _first_and_promising(variants: Sequence[_Variant]) -> list[list[_Variant]]:
+    """Variants that differ in slices alone together: those of the first, then the others, first what looks best."""
+    groups: dict[str, list[_Variant]] = {}
+    for variant in variants:
+        config = variant.wish.problem.config
+        groups.setdefault(f"{config.activations} {config.moments}", []).append(variant)
+    first, *others = [_best_slices_first(group) for group in groups.values()]
+    return [first, *best_first(others, lambda group: group[0].counted_seconds)]
+
+
+def _best_slices_first(variants: Sequence[_Variant]) -> list[_Variant]:
+    """Of slices that look as good as the best but for a twentieth, the smallest first: they leave most memory."""
+    if len(variants) < 2:
+        return list(variants)
+    least = min(variant.counted_seconds for variant in variants)
+    good = [variant for variant in variants if variant.counted_seconds <= least * _AS_GOOD]
+    others = [variant for variant in variants if variant not in good]
+    return [*reversed(good), *sorted(others, key=lambda variant: variant.counted_seconds)]
+
+
+def _first_that_fits(variants: Sequence[_Variant]) -> tuple[_Variant, list[AnnouncedPlan]] | None:
+    """With its plans."""
+    fitting = ((variant, list(candidates(variant.wish))) for variant in variants)
+    return next(((variant, plans) for variant, plans in fitting if plans), None)
+
+
+def _quickest(variant: _Variant, plans: Sequence[AnnouncedPlan], best: _Found | None) -> _Found | None:
+    """Of these plans the one with the shortest step; None if none is worth giving up what was found before."""
     floors = {id(plan): variant.least_seconds(plan) for plan in plans}
     found: list[_Found] = []
     for plan in best_first(plans, lambda plan: floors[id(plan)])[:_MOST_RUN_ON_PAPER]:
+        floor = floors[id(plan)]
+        if best is not None and found and floor * found[0].over_floor >= best.seconds * _AS_GOOD:
+            # Plans of a variant are much alike: as far as the first is above its floor, so will this one be.
+            break
         # A step takes no less than its floor.
-        if floors[id(plan)] < min((other.estimate.seconds for other in (best, *found) if other), default=inf):
-            kind, baseline = variant.kind_of(plan), request.baseline_bytes
-            of_plan = estimate(plan, variant.model, request.machine, kind, baseline_bytes=baseline)
-            found.append(_Found(variant, plan, floors[id(plan)], of_plan))
-    chosen = next(iter(best_first(found, lambda one: one.estimate.seconds)), None)
+        if floor < min((other.seconds for other in (best, *found) if other), default=inf):
+            found.append(_Found(variant, plan, floor, variant.seconds(plan)))
+    chosen = next(iter(best_first(found, lambda one: one.seconds)), None)
     if chosen is None or best is None:
         return chosen
-    return chosen if chosen.estimate.seconds < best.estimate.seconds else None
+    return chosen if chosen.seconds < best.seconds * (1 - WORTH) else None
 
 
 @_without_collections()
@@ -169,13 +217,23 @@ def _plan_of(request: Request, found: _Found) -> Plan:
         kind=kind,
         settings=_settings(request, problem.config, homes, kind) | _budgets(request.config, announced.limits),
         homes=homes,
-        estimate=found.estimate,
+        estimate=estimate(announced, variant.model, request.machine, kind, baseline_bytes=request.baseline_bytes),
         reasons=reasons_of(problem, homes, announced.limits, found.least_seconds, variant.least_seconds),
     )
 
 
-def _variants(request: Request) -> Iterator[OffloadConfig]:
-    """The settings that are tried: what "auto" leaves open, filled in; what computes least again comes first."""
+def _variants(request: Request) -> Iterator[_Variant | BudgetError]:
+    """What "auto" leaves open, filled in, or why that cannot fit; what computes least again comes first."""
+    kinds: dict[MomentFormat, dict[bool, list[Kind]]] = {}
+    for config in _settings_to_try(request):
+        try:
+            # Of what a plan chooses, costs of homes depend on the moments alone.
+            yield _variant_of(request, config, kinds.setdefault(config.moments, {}))
+        except BudgetError as error:
+            yield error
+
+
+def _settings_to_try(request: Request) -> Iterator[OffloadConfig]:
     config = request.config
     if not config.nvme_paths and request.machine.drives:
         config = config.model_copy(update={"nvme_paths": tuple(Path(drive.path) for drive in request.machine.drives)})
@@ -199,13 +257,13 @@ def _activations(config: OffloadConfig) -> list[ActivationChoice]:
     return ["auto", "host", "nvme"] if config.nvme_paths else ["auto", "host"]
 
 
-def _variant_of(request: Request, config: OffloadConfig) -> _Variant:
+def _variant_of(request: Request, config: OffloadConfig, kinds: dict[bool, list[Kind]]) -> _Variant:
     problem = request.problem_of(config)
     model = request.profile_of(_slice_size(request, config))
     kind = _kind(request, config, problem)
     if problem.block_inputs.homes:
         problem = request.problem_of(_with_room_for_inputs(config, problem, model, kind))
-    return _Variant(_wish(request, problem, model, kind), model)
+    return _Variant(_wish(request, problem, model, kind, kinds), model)
 
 
 def _with_room_for_inputs(
@@ -222,9 +280,14 @@ def _slice_size(request: Request, config: OffloadConfig) -> int:
     return config.micro_batch_size if isinstance(config.micro_batch_size, int) else request.batch_size
 
 
-def _wish(request: Request, problem: PlacementProblem, profile: ModelProfile, kind: StepKind) -> Wish:
+def _wish(
+    request: Request,
+    problem: PlacementProblem,
+    profile: ModelProfile,
+    kind: StepKind,
+    kinds: dict[bool, list[Kind]],
+) -> Wish:
     speeds = speeds_of(request.machine)
-    forward_seconds, backward_seconds = compute_seconds(profile, kind, speeds)
     shares_host = request.machine.device.shares_host_memory
     activations = activation_bytes(profile, kind, leased=problem.block_inputs.homes)
     tiers = [] if shares_host else [TierName.DEVICE]
@@ -235,9 +298,9 @@ def _wish(request: Request, problem: PlacementProblem, profile: ModelProfile, ki
         speeds=speeds,
         kind=kind,
         order=[work.name for work in profile.units],
-        forward_seconds=forward_seconds,
-        backward_seconds=backward_seconds,
+        passes=pass_costs(problem, profile, kind, speeds),
         tiers=tiers,
+        kinds=kinds,
     )
 
 

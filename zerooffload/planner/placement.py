@@ -14,6 +14,7 @@ block inputs     what is said of activations (block_inputs.py)
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -159,6 +160,19 @@ class FlatPlacement:
         return replace(self, param=replace(self.param, num_places=2), optimizer=replace(self.optimizer, num_places=2))
 
 
+@dataclass(frozen=True, eq=False)
+class UnitKind:
+    """What units that differ in names alone have in common. There is one of each, so that it is told by identity."""
+
+    without_names: object
+
+
+@lru_cache(maxsize=1 << 12)
+def _unit_kind(without_names: object) -> UnitKind:
+    """Two that mean the same, because the first was forgotten, are right too: as many kinds of units more."""
+    return UnitKind(without_names)
+
+
 @dataclass(frozen=True)
 class UnitPlacement:
     """A unit's flats, and the units that its hook point needs."""
@@ -173,9 +187,9 @@ class UnitPlacement:
         return replace(self, flats=tuple(flat.with_second_places for flat in self.flats))
 
     @cached_property
-    def without_names(self) -> object:
+    def kind(self) -> UnitKind:
         """The same for units that differ in names alone: they hold as much, and ask for the same in a step."""
-        return tuple(
+        without_names = tuple(
             (
                 flat.layout.signature,
                 flat.moves,
@@ -187,6 +201,7 @@ class UnitPlacement:
             )
             for flat in self.flats
         )
+        return _unit_kind(without_names)
 
 
 @dataclass(frozen=True)
@@ -254,6 +269,13 @@ class Placement:
     commits_steps: bool = False
     block_inputs: BlockInputs = field(default_factory=BlockInputs)
 
+    @cached_property
+    def kinds(self) -> tuple[tuple[UnitPlacement, int], ...]:
+        """Of each kind of units one, and how many there are."""
+        numbers = Counter(unit.kind for unit in self.units)
+        first = {unit.kind: unit for unit in reversed(self.units)}
+        return tuple((first[kind], number) for kind, number in numbers.items())
+
     @property
     def num_gradient_slots(self) -> int:
         """Slots of the gradients' staging ring."""
@@ -262,9 +284,12 @@ class Placement:
     @property
     def num_staged_chunks(self) -> int:
         """Chunks that an update brings to host memory from files."""
-        flats = [flat for unit in self.units for flat in unit.flats if flat.optimizer is not None]
-        far = [flat for flat in flats if TierName.NVME in (flat.param.tier, flat.optimizer and flat.optimizer.tier)]
-        return sum(flat.optimizer.layout.num_chunks for flat in far if flat.optimizer is not None)
+        return sum(
+            num_alike * flat.optimizer.layout.num_chunks
+            for unit, num_alike in self.kinds
+            for flat in unit.flats
+            if flat.optimizer is not None and TierName.NVME in (flat.param.tier, flat.optimizer.tier)
+        )
 
     @property
     def update_uses_other_resources(self) -> bool:
@@ -297,14 +322,11 @@ class Placement:
 
     def home_claims(self) -> list[Claim]:
         """What states take at home, and their copies."""
-        alike: dict[object, list[UnitPlacement]] = {}
-        for unit in self.units:
-            alike.setdefault(unit.without_names, []).append(unit)
         totals: dict[tuple[TierName, str], int] = {}
-        for units in alike.values():
-            for state in (state for flat in units[0].flats for state in flat.states()):
+        for unit, num_alike in self.kinds:
+            for state in (state for flat in unit.flats for state in flat.states()):
                 for tier, holder, nbytes in self._blocks(state):
-                    totals[tier, holder] = totals.get((tier, holder), 0) + len(units) * nbytes
+                    totals[tier, holder] = totals.get((tier, holder), 0) + num_alike * nbytes
         return [Claim(tier, holder, nbytes) for (tier, holder), nbytes in totals.items() if nbytes]
 
     def fixed_claims(self) -> list[Claim]:

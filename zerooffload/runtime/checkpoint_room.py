@@ -9,7 +9,7 @@ from zerooffload.runtime.logical_states import NUM_SLOTS
 
 def checkpoint_nbytes(placement: Placement) -> int:
     """The most that a save leases, or the load of a checkpoint that was saved by such a run."""
-    flats = [flat for unit in placement.units for flat in unit.flats]
+    flats = [flat for unit, _ in placement.kinds for flat in unit.flats]
     longest: dict[str, int] = {}
     for state in (state for flat in flats for state in _saved(flat)):
         numel = min(state.layout.chunk_numel, state.layout.shard_numel)

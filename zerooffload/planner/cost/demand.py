@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from operator import add
+from typing import NamedTuple
 
 from zerooffload.config import TierName
 from zerooffload.formats import round_up
-from zerooffload.planner.placement import FlatPlacement, Placement, StatePlacement, UnitPlacement
+from zerooffload.planner.placement import FlatPlacement, Placement, Reach, StatePlacement, UnitPlacement
 from zerooffload.tiers import FILE_ALIGNMENT_BYTES
 
 
@@ -52,6 +53,24 @@ class Demand:
     def moved(self) -> Mapping[str, float]:
         """By link, as step reports name them."""
         return {item.name: getattr(self, item.name) for item in fields(Demand) if item.name != "host_traffic"}
+
+
+class InputTraffic(NamedTuple):
+    """Bytes of a block's input on its way to its home, and as many on its way back: between host and device, and files.
+
+    Those on the drive are whole blocks of the file.
+    """
+
+    copied: int
+    on_drive: int
+
+
+def input_traffic(home: TierName | None, nbytes: int, reach: Reach) -> InputTraffic:
+    """Of an input that is kept there; nothing of one that stays on the device, or that is not kept."""
+    if home is None or reach.by_device(home):
+        return InputTraffic(0, 0)
+    on_drive = round_up(nbytes, FILE_ALIGNMENT_BYTES) if home is TierName.NVME else 0
+    return InputTraffic(0 if reach.device_shares_host else nbytes, on_drive)
 
 
 def total(demands: list[Demand]) -> Demand:
@@ -111,14 +130,8 @@ class UnitDemand:
 
 def unit_demands(placement: Placement) -> dict[str, UnitDemand]:
     """Each unit's demands, by its name."""
-    alike: dict[object, UnitDemand] = {}
-    found = {}
-    for unit in placement.units:
-        kind = unit.without_names
-        if kind not in alike:
-            alike[kind] = _unit_demand(unit, placement)
-        found[unit.name] = alike[kind]
-    return found
+    of_kinds = {unit.kind: _unit_demand(unit, placement) for unit, _ in placement.kinds}
+    return {unit.name: of_kinds[unit.kind] for unit in placement.units}
 
 
 def may_go_ahead(placement: Placement) -> bool:

@@ -11,7 +11,7 @@ processor sharing of queueing theory: Kleinrock, "Time-shared Systems: A Theoret
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -46,8 +46,8 @@ class Task(NamedTuple):
     lane : str
     seconds : float
         At full speed.
-    after : Sequence[int]
-        Positions of tasks that must be over before.
+    after : Collection[int]
+        Positions of tasks that must be over before, each once.
     rank : int
         Where it comes in its lane, if several are ready: the least first.
     loads : Mapping[str, float]
@@ -59,7 +59,7 @@ class Task(NamedTuple):
 
     lane: str
     seconds: float
-    after: Sequence[int] = ()
+    after: Collection[int] = ()
     rank: int = 0
     loads: Loads = MappingProxyType({})
     takes: str = ""
@@ -95,12 +95,23 @@ def busiest_seconds(tasks: Sequence[Task], pairs: Sequence[Pair] = ()) -> float:
     """The least that these tasks take together, whatever waits for whatever: that of the busiest lane or pool."""
     lanes: dict[str, float] = {}
     loads: dict[tuple[str, str], float] = {}
-    for task in tasks:
-        lanes[task.lane] = lanes.get(task.lane, 0.0) + task.seconds
-        for pool, load in task.loads.items():
-            loads[pool, task.lane] = loads.get((pool, task.lane), 0.0) + load * task.seconds
+    for (lane, _), (seconds, of_tasks) in _seconds_by_load(tasks).items():
+        lanes[lane] = lanes.get(lane, 0.0) + seconds
+        for pool, load in of_tasks.items():
+            loads[pool, lane] = loads.get((pool, lane), 0.0) + load * seconds
     pools = {pool: _pool_seconds(pool, loads, pairs) for pool, _ in loads}
     return max([*lanes.values(), *pools.values()], default=0.0)
+
+
+def _seconds_by_load(tasks: Sequence[Task]) -> Mapping[tuple[str, int], tuple[float, Loads]]:
+    """Of a lane's tasks with the same loads: most have."""
+    seconds: dict[tuple[str, int], float] = {}
+    loads: dict[int, Loads] = {}
+    for task in tasks:
+        key = task.lane, id(task.loads)
+        seconds[key] = seconds.get(key, 0.0) + task.seconds
+        loads[key[1]] = task.loads
+    return {key: (total, loads[key[1]]) for key, total in seconds.items()}
 
 
 def _pool_seconds(pool: str, loads: Mapping[tuple[str, str], float], pairs: Sequence[Pair]) -> float:
@@ -128,10 +139,16 @@ class _Lanes:
                     raise ValueError(f"task {number} ({task.name}) waits for a later one, {earlier}")
                 self._waiting_for[earlier].append(number)
         self._ready: dict[str, list[tuple[int, int]]] = {task.lane: [] for task in tasks}
+        # Lanes that may be able to begin something: one that is ready, or has ended, or for which a slot is free again.
+        self._to_try: list[str] = []
         # Of each lane that runs: its task, and what is left of it in seconds at full speed.
         self._running: dict[str, int] = {}
         self._left: dict[str, float] = {}
-        self._speeds_of: dict[frozenset[tuple[str, int]], dict[str, float]] = {}
+        # A bit for each lane with each loads: together, those of the tasks that run say how fast they do.
+        bits: dict[tuple[str, int], int] = {}
+        self._bit_of = [bits.setdefault((task.lane, id(task.loads)), 1 << len(bits)) for task in tasks]
+        self._running_bits = 0
+        self._speeds_of: dict[int, dict[str, float]] = {}
 
     def run(self) -> Timing:
         now, num_done = 0.0, 0
@@ -155,9 +172,12 @@ class _Lanes:
     def _make_ready(self, number: int) -> None:
         task = self._tasks[number]
         heapq.heappush(self._ready[task.lane], (task.rank, number))
+        self._to_try.append(task.lane)
 
     def _begin(self, now: float) -> None:
-        for lane, ready in self._ready.items():
+        lanes, self._to_try = self._to_try, []
+        for lane in lanes:
+            ready = self._ready[lane]
             if not ready or lane in self._running:
                 continue
             number, kind = ready[0][1], self._tasks[ready[0][1]].takes
@@ -166,14 +186,18 @@ class _Lanes:
                 if kind:
                     self._free[kind] -= 1
                 self._running[lane] = number
+                self._running_bits |= self._bit_of[number]
                 self._left[lane] = self._tasks[number].seconds
                 self._begins[number] = now
 
     def _end(self, lane: str, now: float) -> None:
         number = self._running.pop(lane)
+        self._running_bits ^= self._bit_of[number]
         self._ends[number] = now
+        self._to_try.append(lane)
         if self._tasks[number].frees:
             self._free[self._tasks[number].frees] += 1
+            self._to_try += self._ready
         for later in self._waiting_for[number]:
             self._num_awaited[later] -= 1
             if not self._num_awaited[later]:
@@ -181,10 +205,9 @@ class _Lanes:
 
     def _speeds(self) -> dict[str, float]:
         """Of each lane that runs: the same whenever the same lanes run with the same loads."""
-        running = frozenset((lane, id(self._tasks[number].loads)) for lane, number in self._running.items())
-        speeds = self._speeds_of.get(running)
+        speeds = self._speeds_of.get(self._running_bits)
         if speeds is None:
-            speeds = self._speeds_of[running] = self._speeds_now()
+            speeds = self._speeds_of[self._running_bits] = self._speeds_now()
         return speeds
 
     def _speeds_now(self) -> dict[str, float]:

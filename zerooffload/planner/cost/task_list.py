@@ -151,8 +151,6 @@ class TaskList:
         takes: str = "",
         frees: str = "",
     ) -> int:
-        waits = sorted(set(after)) if len(after) > 1 else after
-        self.tasks.append(
-            Task(lane=lane, seconds=seconds, after=waits, rank=rank, loads=loads, takes=takes, frees=frees, name=name)
-        )
+        waits = set(after) if len(after) > 1 else after
+        self.tasks.append(Task(lane, seconds, waits, rank, loads, takes, frees, name))
         return len(self.tasks) - 1

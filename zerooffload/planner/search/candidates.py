@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice, product
-from math import prod
+from math import inf, prod
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from zerooffload.config import TierName, UpdateMode
-from zerooffload.planner.admission import AnnouncedPlan, Limits, Misfit
+from zerooffload.planner.admission import AnnouncedPlan, Limits, Misfit, claimed_bytes
 from zerooffload.planner.cost import Speeds, StepKind
 from zerooffload.planner.placement import TierChoices, UnitHomes, home_tier, is_auto
 from zerooffload.planner.plan import Homes, choices_from
 from zerooffload.planner.problem import PlacementProblem, choices_of
-from zerooffload.planner.profiles import ModelProfile
-from zerooffload.planner.search.homes import WORTH, Counts, HomeSearch, Setting
+from zerooffload.planner.search.homes import WORTH, Best, Counts, HomeSearch, Setting
 from zerooffload.planner.search.kinds import TIERS, Kind, Vector, kinds_of
+from zerooffload.planner.search.passes import IDLE, PassCosts
 
 T = TypeVar("T")
 _Fitting: TypeAlias = tuple[TierChoices, AnnouncedPlan]
@@ -43,10 +44,12 @@ class Wish:
     kind : StepKind
     order : Sequence[str]
         Names of the units in the order of their forwards.
-    forward_seconds, backward_seconds : float
-        Of compute, in each pass; 0 where it is not known.
+    passes : PassCosts
     tiers : Sequence[TierName]
         Where "auto" may put a state.
+    kinds : dict[bool, list[Kind]]
+        Of units, with second places and without, as far as they have been asked for: wishes that differ in what costs
+        of homes do not depend on may share them.
     """
 
     problem: PlacementProblem
@@ -54,17 +57,19 @@ class Wish:
     speeds: Speeds
     kind: StepKind
     order: Sequence[str]
-    forward_seconds: float = 0.0
-    backward_seconds: float = 0.0
+    passes: PassCosts = IDLE
     tiers: Sequence[TierName]
+    kinds: dict[bool, list[Kind]] = field(default_factory=dict)
 
 
-def compute_seconds(model: ModelProfile, kind: StepKind, speeds: Speeds) -> tuple[float, float]:
-    """Of a forward and of a backward."""
-    forward = sum(speeds.compute_seconds(work.forward) for work in model.units) * kind.num_slices
-    again = sum(speeds.compute_seconds(work.forward) for work in model.units if work.name in kind.computed_again)
-    backward = sum(speeds.compute_seconds(work.backward) for work in model.units) + again
-    return forward, backward * kind.num_slices
+def counted_seconds(wish: Wish) -> float:
+    """What a step takes, as the search counts in homes that need not fit: quick, to compare wishes that are much alike.
+
+    Infinite where not even homes alone fit.
+    """
+    doubled = _places(wish)[-1]
+    best = _search(wish, _setting(wish, host_part=1.0, doubled=doubled), doubled=doubled)
+    return inf if best is None else best.seconds
 
 
 def candidates(wish: Wish) -> Iterator[AnnouncedPlan]:
@@ -121,10 +126,8 @@ def all_choices(wish: Wish) -> Iterator[TierChoices]:
 def _searches(wish: Wish) -> Iterator[_Fitting]:
     """Homes that the search counts as best, with second places and without, in all of the host's budget and in less."""
     if len(wish.tiers) > 1:
-        places = (False, True) if _may_have_second_places(wish) else (False,)
-        kinds = {doubled: _kinds(wish, doubled=doubled) for doubled in places}
-        for host_part, doubled in product(_HOST_PARTS, places):
-            found = _searched(wish, kinds[doubled], host_part=host_part, doubled=doubled)
+        for host_part, doubled in product(_HOST_PARTS, _places(wish)):
+            found = _searched(wish, host_part=host_part, doubled=doubled)
             if found is not None:
                 yield found
 
@@ -150,38 +153,49 @@ def _with_all_in(wish: Wish, homes: Homes) -> TierChoices:
     return TierChoices(*tiers)
 
 
-def _may_have_second_places(wish: Wish) -> bool:
-    return wish.problem.wants_second_places and not wish.problem.reach.device_shares_host
+def _places(wish: Wish) -> tuple[bool, ...]:
+    """Whether second places are counted: not, and, where there may be some, they are."""
+    may_have = wish.problem.wants_second_places and not wish.problem.reach.device_shares_host
+    return (False, True) if may_have else (False,)
 
 
 def _kinds(wish: Wish, *, doubled: bool) -> list[Kind]:
-    return kinds_of(wish.problem, wish.kind, wish.speeds, wish.order, tiers=wish.tiers, doubled=doubled)
+    if doubled not in wish.kinds:
+        wish.kinds[doubled] = kinds_of(
+            wish.problem, wish.kind, wish.speeds, wish.order, tiers=wish.tiers, doubled=doubled
+        )
+    return wish.kinds[doubled]
 
 
-def _searched(wish: Wish, kinds: Sequence[Kind], *, host_part: float, doubled: bool) -> _Fitting | None:
-    setting = _setting(wish, host_part=host_part, doubled=doubled)
+def _search(wish: Wish, setting: Setting, *, doubled: bool) -> Best | None:
+    return HomeSearch(_kinds(wish, doubled=doubled), setting).run()
+
+
+def _searched(wish: Wish, *, host_part: float, doubled: bool) -> _Fitting | None:
+    kinds, setting = _kinds(wish, doubled=doubled), _setting(wish, host_part=host_part, doubled=doubled)
     fitted = wish.problem.fitted_ahead if doubled else wish.problem.fitted
     for _ in range(_MOST_TRIES):
-        counts = HomeSearch(kinds, setting).run()
-        if counts is None:
+        best = _search(wish, setting, doubled=doubled)
+        if best is None:
             return None
-        choices = _spread(wish, kinds, counts)
+        choices = _spread(wish, kinds, best.counts)
         plan = fitted(choices, wish.limits)
         if isinstance(plan, AnnouncedPlan):
             return choices, plan
-        setting = replace(setting, limits=_smaller(setting.limits, plan, wish.limits, _homes_nbytes(kinds, counts)))
+        homes_nbytes = _homes_nbytes(kinds, best.counts)
+        setting = replace(setting, limits=_smaller(setting.limits, plan, wish.limits, homes_nbytes))
     return None
 
 
 def _setting(wish: Wish, *, host_part: float, doubled: bool) -> Setting:
     shares_host = wish.problem.reach.device_shares_host
-    parts = [host_part if tier is TierName.HOST else 1.0 for tier in TIERS]
+    budgets = _nbytes(wish.limits.of) - _nbytes(partial(claimed_bytes, wish.problem.block_inputs.claims, wish.limits))
+    budgets[TIERS.index(TierName.HOST)] *= host_part
     schedule = UpdateMode.DURING_BACKWARD if doubled else wish.kind.schedule
     return Setting(
-        limits=np.array([part * wish.limits.of(tier) for part, tier in zip(parts, TIERS, strict=True)]),
+        limits=np.maximum(0.0, budgets),
         window_tier=TIERS.index(TierName.HOST if shares_host else TierName.DEVICE),
-        forward_seconds=wish.forward_seconds,
-        backward_seconds=wish.backward_seconds,
+        passes=wish.passes,
         step=replace(wish.kind, schedule=schedule),
         speeds=wish.speeds,
         shares_host=shares_host,
@@ -190,11 +204,13 @@ def _setting(wish: Wish, *, host_part: float, doubled: bool) -> Setting:
 
 def _smaller(budgets: Vector, misfit: Misfit, limits: Limits, homes_nbytes: Vector) -> Vector:
     """Budgets for homes with which these, and what lies beside them on each tier, would have fitted."""
-    needs = np.array([misfit.needs_of(tier, limits) for tier in TIERS], dtype=np.float64)
-    wholes = np.array([limits.of(tier) for tier in TIERS], dtype=np.float64)
-    excess = needs - wholes
+    excess = _nbytes(partial(claimed_bytes, misfit.claims, limits)) - _nbytes(limits.of)
     # What homes left free of their budget is no room for what lies beside them.
     return np.where(excess > 0, np.minimum(budgets, homes_nbytes) - excess, budgets)
+
+
+def _nbytes(of_tier: Callable[[TierName], int]) -> Vector:
+    return np.array([of_tier(tier) for tier in TIERS], dtype=np.float64)
 
 
 def _homes_nbytes(kinds: Sequence[Kind], counts: Counts) -> Vector:

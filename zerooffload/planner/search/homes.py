@@ -12,16 +12,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from zerooffload.config import UpdateMode
 from zerooffload.planner.cost import Speeds, StepKind
-from zerooffload.planner.search.kinds import RESOURCES, TIERS, Kind, Vector
+from zerooffload.planner.search.kinds import RESOURCES, TIERS, HomeCost, Kind, Vector
+from zerooffload.planner.search.passes import PassCosts
 
 Counts = list[NDArray[np.int64]]
 """For each kind, how many of its units have each combination of homes."""
+
+
+class Best(NamedTuple):
+    """What a search has found, and what a step takes then, as it counts."""
+
+    counts: Counts
+    seconds: float
+
 
 _TIE = 1e-3
 """Of all seconds together, what counts beside those of the busiest resource: of plans that are as quick, the one that
@@ -45,8 +55,7 @@ class Setting:
         Bytes that homes may take on each tier.
     window_tier : int
         From whose budget parameters in use are taken.
-    forward_seconds, backward_seconds : float
-        Of compute, in each pass.
+    passes : PassCosts
     step : StepKind
     speeds : Speeds
     shares_host : bool
@@ -55,43 +64,73 @@ class Setting:
 
     limits: Vector
     window_tier: int
-    forward_seconds: float
-    backward_seconds: float
+    passes: PassCosts
     step: StepKind
     speeds: Speeds
     shares_host: bool
 
 
+class _Part(NamedTuple):
+    """A part of a step beside which no other runs: how often each of `HomeCost` and `PassCosts` is in it.
+
+    `again` is what comes again unless the window holds it.
+    """
+
+    first: float
+    backward: float
+    update: float
+    again: float
+    forwards: int
+    backwards: int
+
+
+def _parts_of(step: StepKind) -> tuple[_Part, _Part]:
+    """See docs/overlap.md."""
+    num, others = step.accumulation, step.accumulation - 1
+    match step.schedule:
+        case UpdateMode.AFTER_BACKWARD:
+            return _Part(1, 1, 0, 1 + 2 * others, num, num), _Part(0, 0, 1, 0, 0, 0)
+        case UpdateMode.UNDER_NEXT_FORWARD:
+            return _Part(1, 0, 1, 0, 1, 0), _Part(0, 1, 0, 1 + 2 * others, others, num)
+        case UpdateMode.DURING_BACKWARD:
+            return _Part(1, 1 / num, 1, 1, 1, 1), _Part(0, others / num, 0, 2 * others, others, others)
+
+
 class HomeSearch:
-    """The search over counts: of all kinds in one vector here, with a row of what each costs."""
+    """The search over counts: of all kinds in one vector here, with a column of what each costs.
+
+    A column has bytes of each tier, bytes that move, and seconds of each resource in each part of a step: those that
+    are spent anyway, then those of what comes again.
+    """
 
     def __init__(self, kinds: Sequence[Kind], setting: Setting) -> None:
         self._setting = setting
         self._num_units = [len(kind.units) for kind in kinds]
         self._places = np.cumsum([0, *(len(kind.costs) for kind in kinds)])
-        costs = [
-            np.concatenate([cost.nbytes, [cost.moving_nbytes], cost.first, cost.again, cost.backward, cost.update])
-            for kind in kinds
-            for cost in kind.costs
-        ]
-        self._costs = np.array(costs).reshape(len(costs), len(TIERS) + 1 + 4 * len(RESOURCES))
+        parts = _parts_of(setting.step)
+        passes = setting.passes
+        of_parts = [part.forwards * passes.forward + part.backwards * passes.backward for part in parts]
+        self._passes = np.array(of_parts)[:, :, None]
+        columns = [_column(cost, parts) for kind in kinds for cost in kind.costs]
+        self._costs = np.array(columns).reshape(len(columns), len(TIERS) + 1 + 2 * self._passes.size).T
         pairs = [pair for start, stop in pairwise(self._places) for pair in permutations(range(start, stop), 2)]
         # Of each move of a unit, the place that it leaves and the one that it takes.
         self._sources, self._targets = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-        self._changes = self._costs[self._targets] - self._costs[self._sources]
+        self._changes = self._costs[:, self._targets] - self._costs[:, self._sources]
 
-    def run(self) -> Counts | None:
+    def run(self) -> Best | None:
         """The best that was found; None if nothing fits."""
         counts = self._cheapest()
-        if not self._repair(counts, most=len(self._costs) * sum(self._num_units)):
+        if not self._repair(counts, most=self._places[-1] * sum(self._num_units)):
             return None
         self._better(counts)
-        return [counts[start:stop] for start, stop in pairwise(self._places)]
+        seconds = float(self._seconds(self._totals(counts)[:, None])[0])
+        return Best([counts[start:stop] for start, stop in pairwise(self._places)], seconds)
 
     def _cheapest(self) -> NDArray[np.int64]:
-        counts = np.zeros(len(self._costs), dtype=np.int64)
+        counts = np.zeros(self._places[-1], dtype=np.int64)
         for num_units, (start, stop) in zip(self._num_units, pairwise(self._places), strict=True):
-            seconds = self._seconds(self._costs[start:stop] * num_units)
+            seconds = self._seconds(self._costs[:, start:stop] * num_units)
             counts[start + int(np.argmin(seconds))] = num_units
         return counts
 
@@ -117,16 +156,16 @@ class HomeSearch:
         None if there is nothing to relieve, or no move that does.
         """
         totals = self._totals(counts)
-        over = float(self._over(totals[None])[0])
+        over = float(self._over(totals[:, None])[0])
         if over <= 0:
             return None
         moves = np.flatnonzero(counts[self._sources])
-        relief = over - self._over(totals[:3] + self._changes[moves, :3])
+        relief = over - self._over(totals[:3, None] + self._changes[:3, moves])
         useful = np.flatnonzero(relief > _LEAST_RELIEF)
         if not len(useful):
             return None
         moves, relief = moves[useful], relief[useful]
-        seconds = self._seconds(np.vstack([totals, totals + self._changes[moves]]))
+        seconds = self._seconds(self._with_each(totals, moves))
         best = int(np.argmin((seconds[1:] - seconds[0]) / relief))
         return int(moves[best]), ceil(over / relief[best])
 
@@ -138,7 +177,7 @@ class HomeSearch:
         return found is not None and found[0] == move
 
     def _fits(self, counts: NDArray[np.int64]) -> bool:
-        return bool(self._over(self._totals(counts)[None])[0] <= 0)
+        return bool(self._over(self._totals(counts)[:, None])[0] <= 0)
 
     def _better(self, counts: NDArray[np.int64]) -> None:
         for _ in range(_MOST_BETTERINGS):
@@ -147,7 +186,8 @@ class HomeSearch:
 
     def _better_once(self, counts: NDArray[np.int64]) -> bool:
         moves = np.flatnonzero(counts[self._sources])
-        over, seconds = self._with_each(counts, moves)
+        plans = self._with_each(self._totals(counts), moves)
+        over, seconds = self._over(plans), self._seconds(plans)
         worthwhile = seconds[0] * (1 - WORTH)
         fitting = np.where(over[1:] <= 0, seconds[1:], np.inf)
         if fitting.min(initial=np.inf) < worthwhile:
@@ -159,58 +199,53 @@ class HomeSearch:
     def _try_with_repair(self, counts: NDArray[np.int64], move: int, worthwhile: float) -> bool:
         tried = counts.copy()
         self._make(tried, move)
-        if not self._repair(tried, most=_MOST_REPAIRS) or self._seconds(self._totals(tried)[None])[0] >= worthwhile:
+        if not self._repair(tried, most=_MOST_REPAIRS):
+            return False
+        if self._seconds(self._totals(tried)[:, None])[0] >= worthwhile:
             return False
         counts[:] = tried
         return True
 
-    def _with_each(self, counts: NDArray[np.int64], moves: NDArray[np.int64]) -> tuple[Vector, Vector]:
-        """By how much budgets are exceeded and what a step takes, without a move and with each of these."""
-        totals = self._totals(counts)
-        plans = np.vstack([totals, totals + self._changes[moves]])
-        return self._over(plans), self._seconds(plans)
+    def _with_each(self, totals: Vector, moves: NDArray[np.int64]) -> Vector:
+        """Of a plan without a move and with each of these, a column of totals."""
+        plans = np.repeat(totals[:, None], 1 + len(moves), axis=1)
+        plans[:, 1:] += self._changes[:, moves]
+        return plans
 
     def _make(self, counts: NDArray[np.int64], move: int, times: int = 1) -> None:
         counts[self._sources[move]] -= times
         counts[self._targets[move]] += times
 
     def _totals(self, counts: NDArray[np.int64]) -> Vector:
-        return np.asarray(counts @ self._costs)
+        return np.asarray(self._costs @ counts)
 
-    def _over(self, totals: NDArray[np.float64]) -> Vector:
-        """By how much budgets are exceeded, in budgets; `totals` is [plans, features], the tiers' bytes first."""
-        limits = self._setting.limits
-        return np.asarray((np.maximum(0.0, totals[:, :3] - limits) / np.maximum(limits, 1.0)).sum(axis=1))
+    def _over(self, plans: Vector) -> Vector:
+        """By how much each of several plans exceeds budgets, in budgets."""
+        limits = self._setting.limits[:, None]
+        return np.asarray((np.maximum(0.0, plans[:3] - limits) / np.maximum(limits, 1.0)).sum(axis=0))
 
-    def _seconds(self, totals: NDArray[np.float64]) -> Vector:
+    def _seconds(self, plans: Vector) -> Vector:
         """Of each of several plans; see docs/overlap.md."""
-        setting, step = self._setting, self._setting.step
-        first, again, backward, update = totals[:, 4:].reshape(len(totals), 4, len(RESOURCES)).transpose(1, 0, 2)
-        again = again * (1 - self._held_part(totals)[:, None])
-        forward, back = np.zeros(len(RESOURCES)), np.zeros(len(RESOURCES))
-        forward[_COMPUTE], back[_COMPUTE] = setting.forward_seconds, setting.backward_seconds
-        first_forward = first + forward
-        one_backward = again + backward / step.accumulation + back
-        others = (step.accumulation - 1) * (again + forward + one_backward)
-        match step.schedule:
-            case UpdateMode.AFTER_BACKWARD:
-                parts = [first_forward + one_backward + others, update]
-            case UpdateMode.UNDER_NEXT_FORWARD:
-                parts = [first_forward + update, one_backward + others]
-            case UpdateMode.DURING_BACKWARD:
-                parts = [first_forward + one_backward + update, others]
-        busiest = self._busiest(np.concatenate(parts)).reshape(len(parts), len(totals))
-        return np.asarray(busiest.sum(axis=0))
+        anyway, again = plans[4:].reshape(2, *self._passes.shape[:2], -1)
+        parts = anyway + self._passes + again * (1 - self._held_part(plans))
+        return np.asarray(self._busiest(parts).sum(axis=0))
 
-    def _held_part(self, totals: NDArray[np.float64]) -> Vector:
-        tier, moving = self._setting.window_tier, totals[:, 3]
-        room = np.maximum(0.0, self._setting.limits[tier] - totals[:, tier])
+    def _held_part(self, plans: Vector) -> Vector:
+        tier, moving = self._setting.window_tier, plans[3]
+        room = np.maximum(0.0, self._setting.limits[tier] - plans[tier])
         return np.where(moving > 0, np.minimum(1.0, room / np.maximum(moving, 1.0)), 1.0)
 
-    def _busiest(self, part: NDArray[np.float64]) -> Vector:
-        read, write = part[:, _READ], part[:, _WRITE]
+    def _busiest(self, parts: Vector) -> Vector:
+        """Seconds of parts, [parts, plans], from those of each resource, [parts, resources, plans]."""
+        read, write = parts[:, _READ], parts[:, _WRITE]
         together = 2 * np.minimum(read, write)
         drive = read + write - together + together / self._setting.speeds.drive_mix
-        cores = part[:, _CPU] + part[:, _COMPUTE] if self._setting.shares_host else part[:, _CPU]
-        busiest = np.maximum(np.maximum(drive, cores), part.max(axis=1))
-        return np.asarray(busiest + _TIE * part.sum(axis=1))
+        cores = parts[:, _CPU] + parts[:, _COMPUTE] if self._setting.shares_host else parts[:, _CPU]
+        busiest = np.maximum(np.maximum(drive, cores), parts.max(axis=1))
+        return np.asarray(busiest + _TIE * parts.sum(axis=1))
+
+
+def _column(cost: HomeCost, parts: Sequence[_Part]) -> Vector:
+    anyway = [part.first * cost.first + part.backward * cost.backward + part.update * cost.update for part in parts]
+    again = [part.again * cost.again for part in parts]
+    return np.concatenate([cost.nbytes, [cost.moving_nbytes], *anyway, *again])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from zerooffload.planner.cost import speeds_of
 from zerooffload.planner.plan import Plan
-from zerooffload.planner.search.candidates import compute_seconds
+from zerooffload.planner.search.passes import compute_seconds
 from zerooffload.telemetry import Lane, Span, Work
 from zerooffload.telemetry.spans import busy_seconds
 
