@@ -113,7 +113,7 @@ class _Found:
     @property
     def over_floor(self) -> float:
         """How many times its floor a step takes."""
-        return self.seconds / self.least_seconds
+        return self.seconds / self.least_seconds if self.least_seconds else 1.0
 
 
 @contextmanager

@@ -205,3 +205,12 @@ def _mixes_tiers(plan: AnnouncedPlan) -> bool:
     """Not one of the plain ones: units differ."""
     homes = {tuple(state.tier for state in flat.states()) for unit in plan.placement.units for flat in unit.flats}
     return len(homes) > 1
+
+
+def test_a_refusal_names_smaller_moments_that_fit_only_in_mixed_homes() -> None:
+    config = zo.OffloadConfig(units=[str(number) for number in range(40)])
+    problem = problem_of(chain([128] * 40), config)
+    # Of 16 bytes a parameter, 12 with moments in bf16: they fit device and host together, and neither alone.
+    nbytes = 14 * 40 * 128 * 128 // 2
+    with pytest.raises(zo.BudgetError, match=r'moments = "bf16" \(changes the numbers\)'):
+        homes_within(problem, limits(nbytes, nbytes), machine(), [DEVICE, HOST])
