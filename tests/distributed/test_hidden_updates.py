@@ -19,7 +19,7 @@ LIMIT_SECONDS = 2 * TIMEOUT_SECONDS
 
 def test_the_same_bits_in_every_mode(tmp_path: Path) -> None:
     homes = [homes for homes in PAIRWISE if "nvme" in homes]
-    assert run_ranks(train_in_modes, 2, str(tmp_path), homes, one_in(2), limit_seconds=200) == [[], []]
+    assert run_ranks(train_in_modes, 2, str(tmp_path), homes, one_in(3), limit_seconds=200) == [[], []]
     assert leftovers(tmp_path) == []
 
 

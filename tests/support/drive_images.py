@@ -293,7 +293,7 @@ def tears(number: int, operation: Operation) -> list[Fate]:
 def systematic_images(drive: Drive, *, thoroughly: bool = True) -> Iterator[Image]:
     """All kept, none kept, each one alone dropped or torn, each one alone kept; thoroughly in more ways of each.
 
-    With ZEROOFFLOAD_TEST_EXHAUSTIVE=1 or thoroughly each write has all its ways at each cut, else one of two in turn.
+    With ZEROOFFLOAD_TEST_EXHAUSTIVE=1 or thoroughly each write has all its ways at each cut, else some have one of two.
     """
     yield drive.image(lambda _: KEEP)
     yield drive.image(lambda _: DROP)
@@ -302,7 +302,7 @@ def systematic_images(drive: Drive, *, thoroughly: bool = True) -> Iterator[Imag
         if not thoroughly and torn:
             torn = [torn[number % len(torn)]]
         ways = [(KEEP, [DROP, *torn]), (DROP, [KEEP, *(torn if thoroughly else [])])]
-        stride = 1 if thoroughly else one_in(2)
+        stride = 1 if thoroughly else one_in(3)
         for others, fates in ways[(number + len(drive.uncertain)) % stride :: stride]:
             for fate in fates:
                 yield drive.image(_fates_of(number, fate, others))
