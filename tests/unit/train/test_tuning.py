@@ -197,6 +197,22 @@ def test_before_anything_was_tried_an_interrupt_is_one(
     assert not (tmp_path / "journal.json").exists()
 
 
+@pytest.mark.parametrize("length", [(20.0, 5), (42.0, 7), (10_000.0, 100)])
+def test_where_steps_are_short_more_of_them_count(
+    length: tuple[float, int], there: Machine, recipe: Recipe, machine: MachineProfile, tmp_path: Path
+) -> None:
+    """The recipe's take 6 seconds here; those of a tuning that was left have the length that they had."""
+    journal, (least_seconds, num_steps) = tmp_path / "journal.json", length
+    there.interrupted_after = 3
+    there.tuning(recipe, machine, journal, least_seconds=least_seconds).tune()
+    rest = Machine()
+    rest.tuning(recipe, machine, journal, least_seconds=least_seconds).tune()
+    *turns, taught, also_taught = [job.num_steps for job in [*there.jobs, *rest.jobs]]
+    assert turns[0] == 5
+    assert set(turns[1:]) == {num_steps}
+    assert (taught, also_taught) == (5, 5)
+
+
 def test_a_journal_of_another_recipe_is_forgotten(
     there: Machine, recipe: Recipe, machine: MachineProfile, tmp_path: Path, values: dict[str, Any]
 ) -> None:
@@ -280,7 +296,7 @@ def test_real_trials_keep_to_their_budgets_and_leave_nothing(
     run_of_the_recipe = tmp_path / "nvme" / "zerooffload" / "rank-0" / "states"
     run_of_the_recipe.parent.mkdir(parents=True)
     run_of_the_recipe.write_text("a run that is to be resumed")
-    effort = Effort(num_trials=2, num_steps=2, num_warm_up=1)
+    effort = Effort(num_trials=2, num_steps=2, num_warm_up=1, least_seconds=0.0)
     tuned = Tuning(recipe, machine, tmp_path / "journal.json", effort, run=run).tune()
     assert tuned.is_complete
     assert len({config.model_dump_json() for config, _ in trials}) >= 2

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ from zerooffload.train.tuning.trial import Job, Trial, run_trial
 
 _NUM_TAUGHT = 2
 """Turns that teach what the resources of the machine take."""
+_MOST_TIMES = 20
+"""As many steps count in a turn, where they are short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,12 +42,16 @@ class Effort:
         About what all of it may take; None: as long as it needs.
     num_steps, num_warm_up : int
         Of a turn: steps that count, and that come before them.
+    least_seconds : float
+        Of the steps that count in a turn, were they as long as the recipe's own: where those are short, more of them
+        do. A trial takes some seconds to begin, so that this costs little beside.
     """
 
     num_trials: int = 9
     most_seconds: float | None = None
     num_steps: int = 5
     num_warm_up: int = 2
+    least_seconds: float = 4.0
 
 
 class Runner(Protocol):
@@ -146,9 +153,12 @@ class Tuning:
             recipe, machine, self._planner, num_cores=core_share().num_threads, may_use_moments=may_use_moments
         )
         subject = [recipe.model_dump(mode="json"), machine.model_dump(mode="json"), __version__, may_use_moments]
-        self._journal = Journal(journal, [*subject, self._effort.num_steps, self._effort.num_warm_up])
+        of_turns = [self._effort.num_steps, self._effort.num_warm_up, self._effort.least_seconds]
+        self._journal = Journal(journal, [*subject, *of_turns])
         self._refusals: dict[str, str] = {}
-        self._first_took: float | None = None
+        self._num_steps = self._effort.num_steps
+        # What a turn takes, once there was one.
+        self._turn_seconds: float | None = None
 
     def tune(self, observer: Observer | None = None) -> Tuned:
         """Try configurations; an interrupt ends it with what is the best so far, and leaves the journal.
@@ -192,9 +202,9 @@ class Tuning:
     def _num_others(self, num_found: int) -> int:
         """Beside the first, which had its turn: as many as there is time for, and one at least."""
         number = min(num_found, self._effort.num_trials - 1)
-        if self._effort.most_seconds is None or self._first_took is None:
+        if self._effort.most_seconds is None or self._turn_seconds is None:
             return number
-        turns = self._effort.most_seconds / self._first_took - _NUM_TAUGHT
+        turns = self._effort.most_seconds / self._turn_seconds - _NUM_TAUGHT
         return min(number, max(1, most_others(turns)))
 
     def _seconds(self, one: Configuration, observer: Observer) -> float | None:
@@ -202,26 +212,32 @@ class Tuning:
         turn = self._journal.turn(one.key, lambda: self._turn(one))
         if turn.refusal:
             self._refusals[one.key] = turn.refusal
-        if self._first_took is None:
-            self._first_took = turn.took_seconds
+        if self._turn_seconds is None:
+            self._begin_turns(turn)
         observer.tried(one, turn)
         return turn.seconds
+
+    def _begin_turns(self, first: Turn) -> None:
+        """After the recipe's own, from which the others have their length."""
+        num, seconds = self._effort.num_steps, first.seconds or 0.0
+        if seconds:
+            self._num_steps = max(num, min(_MOST_TIMES * num, ceil(self._effort.least_seconds / seconds)))
+        self._turn_seconds = first.took_seconds + (self._num_steps - num) * seconds
 
     def _turn(self, one: Configuration) -> Turn:
         begin = self._clock()
         try:
-            trial = self._trial(one.recipe)
+            trial = self._trial(one.recipe, self._num_steps)
         except ZeroOffloadError as error:
-            if self._first_took is None:
+            if self._turn_seconds is None:
                 # The recipe itself cannot run.
                 raise
             return Turn(key=one.key, seconds=None, took_seconds=self._clock() - begin, refusal=str(error))
         seconds = statistics.median(trial.step_seconds)
         return Turn(key=one.key, seconds=seconds, took_seconds=self._clock() - begin)
 
-    def _trial(self, recipe: Recipe, *, is_traced: bool = False) -> Trial:
-        effort = self._effort
-        job = Job(recipe=recipe, num_steps=effort.num_steps, num_warm_up=effort.num_warm_up, is_traced=is_traced)
+    def _trial(self, recipe: Recipe, num_steps: int, *, is_traced: bool = False) -> Trial:
+        job = Job(recipe=recipe, num_steps=num_steps, num_warm_up=self._effort.num_warm_up, is_traced=is_traced)
         return self._run(job, f"zerooffload-tune-{self._journal.digest[:12]}")
 
     def _learned(self, best: Configuration) -> dict[str, float]:
@@ -230,7 +246,8 @@ class Tuning:
         recipe = best.recipe.model_copy(update={"offload": offload})
         try:
             plan = self._planner.plan(recipe, self._machine)
-            steps = [self._trial(recipe, is_traced=True).spans for _ in range(_NUM_TAUGHT)]
+            num_steps = self._effort.num_steps
+            steps = [self._trial(recipe, num_steps, is_traced=True).spans for _ in range(_NUM_TAUGHT)]
         except ZeroOffloadError:
             # It has no room for steps of that kind.
             return self._machine.corrections
