@@ -11,7 +11,7 @@ from torch import nn
 import zerooffload as zo
 from zerooffload.planner.cost import speeds_of
 from zerooffload.planner.profiles import MachineProfile
-from zerooffload.planner.search.candidates import compute_seconds
+from zerooffload.planner.search.passes import compute_seconds
 from zerooffload.telemetry import Lane, Span
 from zerooffload.train.tuning.corrections import corrections_from
 
