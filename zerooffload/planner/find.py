@@ -24,9 +24,8 @@ from zerooffload.planner.cost.step import floor_seconds, soon_seconds
 from zerooffload.planner.plan import STATES, Homes, Plan
 from zerooffload.planner.problem import PlacementProblem
 from zerooffload.planner.profiles import MachineProfile, ModelProfile
-from zerooffload.planner.search.candidates import Wish, best_first, candidates, counted_seconds
+from zerooffload.planner.search.candidates import KindsFound, Wish, best_first, candidates, counted_seconds
 from zerooffload.planner.search.homes import WORTH
-from zerooffload.planner.search.kinds import Kind
 from zerooffload.planner.search.passes import pass_costs
 from zerooffload.planner.search.reasons import reasons_of
 from zerooffload.planner.search.shortfall import shortfall
@@ -224,11 +223,10 @@ def _plan_of(request: Request, found: _Found) -> Plan:
 
 def _variants(request: Request) -> Iterator[_Variant | BudgetError]:
     """What "auto" leaves open, filled in, or why that cannot fit; what computes least again comes first."""
-    kinds: dict[MomentFormat, dict[bool, list[Kind]]] = {}
+    kinds: KindsFound = {}
     for config in _settings_to_try(request):
         try:
-            # Of what a plan chooses, costs of homes depend on the moments alone.
-            yield _variant_of(request, config, kinds.setdefault(config.moments, {}))
+            yield _variant_of(request, config, kinds)
         except BudgetError as error:
             yield error
 
@@ -257,7 +255,7 @@ def _activations(config: OffloadConfig) -> list[ActivationChoice]:
     return ["auto", "host", "nvme"] if config.nvme_paths else ["auto", "host"]
 
 
-def _variant_of(request: Request, config: OffloadConfig, kinds: dict[bool, list[Kind]]) -> _Variant:
+def _variant_of(request: Request, config: OffloadConfig, kinds: KindsFound) -> _Variant:
     problem = request.problem_of(config)
     model = request.profile_of(_slice_size(request, config))
     kind = _kind(request, config, problem)
@@ -285,7 +283,7 @@ def _wish(
     problem: PlacementProblem,
     profile: ModelProfile,
     kind: StepKind,
-    kinds: dict[bool, list[Kind]],
+    kinds: KindsFound,
 ) -> Wish:
     speeds = speeds_of(request.machine)
     shares_host = request.machine.device.shares_host_memory

@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 
-from zerooffload.config import TierName, UpdateMode
+from zerooffload.config import MomentFormat, TierName, UpdateMode
 from zerooffload.planner.admission import AnnouncedPlan, Limits, Misfit, claimed_bytes
 from zerooffload.planner.cost import Speeds, StepKind
 from zerooffload.planner.placement import TierChoices, UnitHomes, home_tier, is_auto
@@ -22,6 +22,9 @@ from zerooffload.planner.search.kinds import TIERS, Kind, Vector, kinds_of
 from zerooffload.planner.search.passes import IDLE, PassCosts
 
 T = TypeVar("T")
+KindsFound: TypeAlias = dict[tuple[MomentFormat, bool], list[Kind]]
+"""Of units, by the format of moments and whether second places are counted: of what a plan chooses, or a refusal
+proposes, costs of homes depend on these alone."""
 _Fitting: TypeAlias = tuple[TierChoices, AnnouncedPlan]
 """Homes, and the plan with them."""
 
@@ -47,9 +50,8 @@ class Wish:
     passes : PassCosts
     tiers : Sequence[TierName]
         Where "auto" may put a state.
-    kinds : dict[bool, list[Kind]]
-        Of units, with second places and without, as far as they have been asked for: wishes that differ in what costs
-        of homes do not depend on may share them.
+    kinds : KindsFound
+        As far as they have been asked for. Wishes of one request share them.
     """
 
     problem: PlacementProblem
@@ -59,7 +61,7 @@ class Wish:
     order: Sequence[str]
     passes: PassCosts = IDLE
     tiers: Sequence[TierName]
-    kinds: dict[bool, list[Kind]] = field(default_factory=dict)
+    kinds: KindsFound = field(default_factory=dict)
 
 
 def counted_seconds(wish: Wish) -> float:
@@ -160,11 +162,10 @@ def _places(wish: Wish) -> tuple[bool, ...]:
 
 
 def _kinds(wish: Wish, *, doubled: bool) -> list[Kind]:
-    if doubled not in wish.kinds:
-        wish.kinds[doubled] = kinds_of(
-            wish.problem, wish.kind, wish.speeds, wish.order, tiers=wish.tiers, doubled=doubled
-        )
-    return wish.kinds[doubled]
+    key = wish.problem.config.moments, doubled
+    if key not in wish.kinds:
+        wish.kinds[key] = kinds_of(wish.problem, wish.kind, wish.speeds, wish.order, tiers=wish.tiers, doubled=doubled)
+    return wish.kinds[key]
 
 
 def _search(wish: Wish, setting: Setting, *, doubled: bool) -> Best | None:
@@ -182,8 +183,7 @@ def _searched(wish: Wish, *, host_part: float, doubled: bool) -> _Fitting | None
         plan = fitted(choices, wish.limits)
         if isinstance(plan, AnnouncedPlan):
             return choices, plan
-        homes_nbytes = _homes_nbytes(kinds, best.counts)
-        setting = replace(setting, limits=_smaller(setting.limits, plan, wish.limits, homes_nbytes))
+        setting = replace(setting, limits=_smaller(setting.limits, plan, wish.limits, best.nbytes))
     return None
 
 
@@ -211,14 +211,6 @@ def _smaller(budgets: Vector, misfit: Misfit, limits: Limits, homes_nbytes: Vect
 
 def _nbytes(of_tier: Callable[[TierName], int]) -> Vector:
     return np.array([of_tier(tier) for tier in TIERS], dtype=np.float64)
-
-
-def _homes_nbytes(kinds: Sequence[Kind], counts: Counts) -> Vector:
-    """Of all units, on each tier."""
-    of_kinds = [
-        count @ np.array([cost.nbytes for cost in kind.costs]) for kind, count in zip(kinds, counts, strict=True)
-    ]
-    return np.asarray(np.sum(of_kinds, axis=0))
 
 
 def _spread(wish: Wish, kinds: Sequence[Kind], counts: Counts) -> TierChoices:

@@ -27,9 +27,10 @@ Counts = list[NDArray[np.int64]]
 
 
 class Best(NamedTuple):
-    """What a search has found, and what a step takes then, as it counts."""
+    """What a search has found: what homes then take of each tier, [3], and what a step does, as it counts."""
 
     counts: Counts
+    nbytes: Vector
     seconds: float
 
 
@@ -124,8 +125,9 @@ class HomeSearch:
         if not self._repair(counts, most=self._places[-1] * sum(self._num_units)):
             return None
         self._better(counts)
-        seconds = float(self._seconds(self._totals(counts)[:, None])[0])
-        return Best([counts[start:stop] for start, stop in pairwise(self._places)], seconds)
+        totals = self._totals(counts)
+        of_kinds = [counts[start:stop] for start, stop in pairwise(self._places)]
+        return Best(of_kinds, totals[: len(TIERS)], float(self._seconds(totals[:, None])[0]))
 
     def _cheapest(self) -> NDArray[np.int64]:
         counts = np.zeros(self._places[-1], dtype=np.int64)

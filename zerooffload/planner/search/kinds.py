@@ -138,9 +138,9 @@ def _cost(
         homes=homes,
         nbytes=_nbytes(placement),
         moving_nbytes=unit.range_nbytes,
-        first=_seconds(unit.first_arrival, speeds),
-        again=_seconds(unit.arrival, speeds),
-        backward=sum((_seconds(demand, speeds) for demand in leaving), np.zeros(len(RESOURCES))),
+        first=resource_seconds(unit.first_arrival, speeds),
+        again=resource_seconds(unit.arrival, speeds),
+        backward=sum((resource_seconds(demand, speeds) for demand in leaving), np.zeros(len(RESOURCES))),
         update=_update_seconds(unit, speeds),
     )
 
@@ -150,7 +150,8 @@ def _nbytes(placement: Placement) -> Vector:
     return np.array([float(sum(claim.nbytes for claim in claims if claim.tier is tier)) for tier in TIERS])
 
 
-def _seconds(demand: Demand, speeds: Speeds) -> Vector:
+def resource_seconds(demand: Demand, speeds: Speeds) -> Vector:
+    """Of each of `RESOURCES`, [7], for what moves; compute is none of it."""
     return np.array(
         [
             _divided(demand.nvme_read, speeds.read),
@@ -169,7 +170,7 @@ def _divided(nbytes: float, rate: float) -> float:
 
 
 def _update_seconds(unit: UnitDemand, speeds: Speeds) -> Vector:
-    seconds = _seconds(unit.update, speeds)
+    seconds = resource_seconds(unit.update, speeds)
     seconds[RESOURCES.index("cpu")] += unit.checked_nbytes / speeds.checksum
     seconds[RESOURCES.index("compute")] += unit.device_traffic / speeds.machine.device.memory_bandwidth
     return seconds

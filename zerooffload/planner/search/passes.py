@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from zerooffload.planner.cost import Speeds, StepKind
-from zerooffload.planner.cost.demand import input_traffic
+from zerooffload.planner.cost.demand import Demand, input_traffic
 from zerooffload.planner.problem import PlacementProblem
 from zerooffload.planner.profiles import ModelProfile
-from zerooffload.planner.search.kinds import RESOURCES, Vector
+from zerooffload.planner.search.kinds import RESOURCES, Vector, resource_seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,18 +42,11 @@ def pass_costs(problem: PlacementProblem, model: ModelProfile, kind: StepKind, s
         traffic = input_traffic(home, work.input_nbytes * kind.num_slices, problem.reach)
         copied, on_drive = copied + traffic.copied, on_drive + traffic.on_drive
     return PassCosts(
-        forward=_seconds(
-            compute=forward,
-            write=on_drive / speeds.write if on_drive else 0.0,
-            copy_out=copied / speeds.copy_out,
-        ),
-        backward=_seconds(
-            compute=backward,
-            read=on_drive / speeds.read if on_drive else 0.0,
-            copy_in=copied / speeds.copy_in,
-        ),
+        forward=_with_compute(resource_seconds(Demand(copy_out=copied, nvme_written=on_drive), speeds), forward),
+        backward=_with_compute(resource_seconds(Demand(copy_in=copied, nvme_read=on_drive), speeds), backward),
     )
 
 
-def _seconds(**of_resources: float) -> Vector:
-    return np.array([of_resources.get(name.replace(" ", "_"), 0.0) for name in RESOURCES])
+def _with_compute(seconds: Vector, compute: float) -> Vector:
+    seconds[RESOURCES.index("compute")] += compute
+    return seconds

@@ -84,5 +84,5 @@ def _other_settings(wish: Wish) -> Iterator[str]:
 
 
 def _would_fit(wish: Wish, config: OffloadConfig, changes: dict[str, object]) -> bool:
-    other = replace(wish, problem=replace(wish.problem, config=config.model_copy(update=changes)), kinds={})
+    other = replace(wish, problem=replace(wish.problem, config=config.model_copy(update=changes)))
     return any(isinstance(fitted, AnnouncedPlan) for fitted in _fits(other))
