@@ -29,8 +29,11 @@ def spin(accelerator: CudaAccelerator, stream: str) -> None:
 
 def test_tensors_stay_valid_over_empty_and_refill(accelerator: CudaAccelerator) -> None:
     memory = accelerator.reserve(NBYTES)
+    # A view is only to be had of memory that is there.
+    memory.fill()
     view = memory.tensor.view(torch.float32).view(1024, -1)
     saved = view.t()
+    memory.empty()
     assert memory.tensor.untyped_storage().nbytes() == 0
     for value in (1.0, 2.0):
         memory.fill()
@@ -134,6 +137,21 @@ def test_host_buffers_are_pinned_and_of_the_exact_size(accelerator: CudaAccelera
     assert buffer.numel() == 3 * MIB + 4096
     assert buffer.data_ptr() % 4096 == 0
     assert buffer.is_pinned()
+
+
+def test_a_host_buffer_that_goes_leaves_nothing_pinned_at_its_addresses(accelerator: CudaAccelerator) -> None:
+    """What is mapped there next is pinned anew, and copies see it, not the pages that were there before."""
+    target, addresses = accelerator.reserve(NBYTES), []
+    target.fill()
+    for number in range(3):
+        buffer = accelerator.host_buffer(NBYTES).fill_(number)
+        addresses.append(buffer.data_ptr())
+        assert buffer.is_pinned()
+        accelerator.copy(accelerator.copy_in, target.tensor, buffer)
+        accelerator.record(accelerator.copy_in).wait()
+        assert bool((target.tensor == number).all())
+        del buffer
+    assert len(set(addresses)) < len(addresses)
 
 
 def test_memory_is_pinned_and_let_go(accelerator: CudaAccelerator) -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+from support.cuda_on_cpu import cuda_on_cpu
 from support.reference_training import Recipe, train_offloaded
 from support.simulated_accelerator import Copies, SimulatedAccelerator
 from support.simulated_engine import Fault, SimulatedEngine, Transfers
+from support.straight_reads import StraightEngine
 
 import zerooffload as zo
 from zerooffload.accelerator import Accelerator
@@ -42,11 +46,16 @@ def simulated(
     faults: Iterable[Fault] = (),
     make_waits: MakeWaits = Waits,
     on_files: bool = False,
+    straight: bool = False,
     seed: int = 0,
 ) -> Iterator[Environment]:
-    """A device with memory of its own, and a drive in memory, or on the files themselves."""
+    """A device with memory of its own, and a drive in memory, or on the files themselves.
+
+    With `straight` the drive can write to the device's memory.
+    """
     accelerator = SimulatedAccelerator(copies, seed=seed)
-    engine = SimulatedEngine(transfers, faults=faults, on_files=on_files, seed=seed)
+    make_engine = partial(StraightEngine, accelerator) if straight else SimulatedEngine
+    engine = make_engine(transfers, faults=faults, on_files=on_files, seed=seed)
     try:
         yield _environment(accelerator, engine, make_waits)
     finally:
@@ -54,16 +63,31 @@ def simulated(
 
 
 @contextmanager
-def simulated_devices(make_waits: MakeWaits = Waits, *, on_files: bool = False) -> Iterator[None]:
+def simulated_devices(
+    make_waits: MakeWaits = Waits, *, on_files: bool = False, straight: bool = False
+) -> Iterator[None]:
     """`zo.offload` takes a simulated device and drive, in memory or on the files themselves, each time new ones."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
 
         def environment(_config: object, _accelerator: object, collectives: Collectives) -> Environment:
-            made = stack.enter_context(simulated(make_waits=make_waits, on_files=on_files))
+            made = stack.enter_context(simulated(make_waits=make_waits, on_files=on_files, straight=straight))
             return replace(made, collectives=collectives)
 
         patch.setattr(offloading, "environment", environment)
         yield
+
+
+@contextmanager
+def cuda_devices() -> Iterator[None]:
+    """`zo.offload` takes the accelerator for CUDA, on tensors of the CPU, and simulated drives."""
+    with cuda_on_cpu() as (accelerator, _), pytest.MonkeyPatch.context() as patch:
+
+        def environment(_config: object, _accelerator: object, collectives: Collectives) -> Environment:
+            return replace(_environment(accelerator, SimulatedEngine(), Waits), collectives=collectives)
+
+        patch.setattr(offloading, "environment", environment)
+        yield
+        gc.collect()
 
 
 def cpu_with_simulated_drive(

@@ -13,12 +13,14 @@ when they run. Whatever the mode:
 - to give memory back under a copy that has not run is an error at once: it would destroy somebody else's bytes;
 - so is to change host memory that a copy to the device reads before the host knows that the copy has run, by waiting
   for it, or for compute that was put behind it. It is found when the host knows, or at the end;
-- so is work from the thread of hidden updates, which never touches the device.
+- so is work from the thread of hidden updates, which never touches the device;
+- so is pinned memory that nobody has unpinned when the device is closed.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -106,10 +108,16 @@ class ComputeStream:
 class SimulatedRange:
     """See `DeviceRange`. Its addresses are always there; what it holds while empty is poison.
 
+    Nor may it be looked at then: torch makes no view of memory that is not there.
+
     Attributes
     ----------
+    memory : torch.Tensor
+        All of it, always.
     copied_into, used_by_compute : bool
         Since it was filled.
+    num_written_by_drives : int
+        Reads of files into it that have not come.
     refill_after : int
         Number of the compute point that a copy into it must be behind.
     copied_out : tuple[int, torch.Tensor] or None
@@ -119,15 +127,23 @@ class SimulatedRange:
     def __init__(self, owner: SimulatedAccelerator, nbytes: int) -> None:
         self._owner = owner
         self.nbytes = owner.range_nbytes(nbytes)
-        self.tensor = torch.full((nbytes,), POISON, dtype=torch.uint8)
+        self.memory = torch.full((nbytes,), POISON, dtype=torch.uint8)
         self.is_filled = False
         self._reset(0)
 
     def _reset(self, refill_after: int) -> None:
         self.copied_into = False
         self.used_by_compute = False
+        self.num_written_by_drives = 0
         self.refill_after = refill_after
         self.copied_out: tuple[int, torch.Tensor] | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """While it is filled."""
+        if not self.is_filled:
+            raise RaceError("memory was looked at that is not there")
+        return self.memory
 
     def fill(self) -> None:
         """Take memory."""
@@ -135,7 +151,7 @@ class SimulatedRange:
             raise RaceError("a filled range was filled again")
         self.is_filled = True
         self._reset(self._owner.last_release)
-        self.tensor.fill_(POISON)
+        self.memory.fill_(POISON)
         self._owner.took(self)
 
     def empty(self) -> None:
@@ -144,7 +160,7 @@ class SimulatedRange:
             raise RaceError("an empty range was emptied")
         self._owner.gave_back(self)
         self.is_filled = False
-        self.tensor.fill_(POISON)
+        self.memory.fill_(POISON)
 
 
 class SimulatedAccelerator:
@@ -164,6 +180,7 @@ class SimulatedAccelerator:
         self.copy_in, self.copy_out = (_STREAMS[copies](self.host_knows, seed + number) for number in (1, 2))
         self.copy_in.host_passed = self.host_passed_copies
         self.compute = ComputeStream(self.copy_in)
+        self._pinned: set[int] = set()
         self._host_reads: list[_HostRead] = []
         # By compute's points: copies to the device that it was behind then.
         self._num_copied_in = {0: 0}
@@ -186,19 +203,23 @@ class SimulatedAccelerator:
     def reserve(self, nbytes: int) -> SimulatedRange:
         """An empty range."""
         memory = SimulatedRange(self, nbytes)
-        self._by_address[memory.tensor.untyped_storage().data_ptr()] = memory
+        self._by_address[memory.memory.untyped_storage().data_ptr()] = memory
         return memory
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Page-aligned host memory."""
         return populated_pages(nbytes)
 
-    def pin(self, memory: torch.Tensor) -> bool:  # noqa: ARG002 - the protocol's
-        """Host memory is host memory."""
+    def pin(self, memory: torch.Tensor) -> bool:
+        """What a driver would do, noted."""
+        self._pinned.add(memory.data_ptr())
         return True
 
     def unpin(self, memory: torch.Tensor) -> None:
-        """And stays so."""
+        """Undo that."""
+        if memory.data_ptr() not in self._pinned:
+            raise RaceError("memory was unpinned that is not pinned")
+        self._pinned.remove(memory.data_ptr())
 
     def record(self, stream: Stream) -> Event:
         """A point of compute is a new one each time."""
@@ -211,8 +232,8 @@ class SimulatedAccelerator:
             contents = {}
             # As they are now: others take and give back memory meanwhile.
             for memory in tuple(self._filled):
-                contents[memory] = memory.tensor.clone()
-                if not memory.copied_into and bool((memory.tensor != POISON).any()):
+                contents[memory] = memory.memory.clone()
+                if not memory.copied_into and bool((memory.memory != POISON).any()):
                     memory.used_by_compute = True
             self._num_copied_in[self._num_points] = self.compute.num_copied_in
             return ComputePoint(self, self._num_points, contents)
@@ -234,7 +255,7 @@ class SimulatedAccelerator:
             is_ordered = self._content_is_ordered(out_of, source)
             # What it overwrites may have been read by copies that it is behind, whatever the host knows.
             self._passed(self._num_copied_in[self._behind(self.copy_out)], within=target)
-            out_of.copied_out = (self._behind(self.copy_out), out_of.tensor.clone())
+            out_of.copied_out = (self._behind(self.copy_out), out_of.memory.clone())
         else:
             raise RaceError("copy_in is from the host to the device, copy_out the other way")
         self.num_spoiled += not is_ordered
@@ -243,6 +264,28 @@ class SimulatedAccelerator:
         if stream is self.copy_in:
             with self._recording:
                 self._host_reads.append(_HostRead(self.copy_in.num_enqueued, source, source.clone()))
+
+    def has(self, memory: torch.Tensor) -> bool:
+        """Whether it is the device's."""
+        return self._range_of(memory) is not None
+
+    def drive_writes(self, target: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        """A drive begins to write to the device's memory; what is to be called with the bytes when they come."""
+        _refuse_hidden_thread()
+        into = self._range_of(target)
+        if into is None or not into.is_filled:
+            raise RaceError("a drive writes to memory that is not there")
+        wanted = self._num_points if into.used_by_compute else into.refill_after
+        is_ordered = self._host_is_behind >= wanted
+        self.num_spoiled += not is_ordered
+        into.copied_into = True
+        into.num_written_by_drives += 1
+
+        def arrive(content: torch.Tensor) -> None:
+            into.num_written_by_drives -= 1
+            target.copy_(content if is_ordered else torch.full_like(content, POISON))
+
+        return arrive
 
     def available_bytes(self) -> int:
         """What is not filled."""
@@ -262,6 +305,8 @@ class SimulatedAccelerator:
         self.copy_in.close()
         self.copy_out.close()
         self.host_passed_copies(self.copy_in.num_enqueued)
+        if self._pinned:
+            raise RaceError("memory goes that a driver holds pinned: what is mapped there next would be copied wrongly")
 
     def host_knows(self, number: int) -> None:
         """The host has waited for something behind compute's point `number`."""
@@ -297,12 +342,12 @@ class SimulatedAccelerator:
 
     def gave_back(self, memory: SimulatedRange) -> None:
         """A range is emptied: from now on its memory may be anybody's."""
-        if any(self._range_of(job.target) is memory for job in self.copy_in.pending()):
+        if memory.num_written_by_drives or any(self._range_of(job.target) is memory for job in self.copy_in.pending()):
             raise RaceError("memory was given back while a copy into it had not run")
         self._filled.discard(memory)
         self.filled_bytes -= memory.nbytes
         used_until = self._num_points
-        if memory.copied_out is not None and torch.equal(memory.copied_out[1], memory.tensor):
+        if memory.copied_out is not None and torch.equal(memory.copied_out[1], memory.memory):
             # Compute wrote it and has not touched it since it was copied out.
             used_until = memory.copied_out[0]
         self.last_release = max(self.last_release, used_until)
@@ -326,7 +371,7 @@ class SimulatedAccelerator:
         point = self.copy_out.behind
         if not isinstance(point, ComputePoint) or memory not in point.contents:
             return False
-        start = source.data_ptr() - memory.tensor.data_ptr()
+        start = source.data_ptr() - memory.memory.data_ptr()
         return torch.equal(point.contents[memory][start : start + source.numel()], source)
 
 

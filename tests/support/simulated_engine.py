@@ -130,6 +130,7 @@ class SimulatedEngine:
     """
 
     name = "simulated"
+    reads_devices = False
 
     def __init__(
         self,

@@ -49,9 +49,9 @@ def test_memory_is_poison_when_filled_and_when_emptied(accelerator: SimulatedAcc
     assert is_poison(memory.tensor)
     memory.tensor.zero_()
     memory.empty()
-    assert is_poison(memory.tensor)
-    assert memory.tensor.view(torch.float32).isnan().all()
-    assert memory.tensor.view(torch.bfloat16).isnan().all()
+    assert is_poison(memory.memory)
+    assert memory.memory.view(torch.float32).isnan().all()
+    assert memory.memory.view(torch.bfloat16).isnan().all()
 
 
 def test_an_ordered_round_trip(accelerator: SimulatedAccelerator) -> None:
@@ -179,10 +179,12 @@ def test_misuse_of_memory() -> None:
     empty = accelerator.reserve(NBYTES)
     with pytest.raises(RaceError, match="empty range was emptied"):
         empty.empty()
+    with pytest.raises(RaceError, match="not there"):
+        _ = empty.tensor
     with pytest.raises(RaceError, match="into a range that is empty"):
-        accelerator.copy(accelerator.copy_in, empty.tensor, host(7))
+        accelerator.copy(accelerator.copy_in, empty.memory, host(7))
     with pytest.raises(RaceError, match="out of a range that is empty"):
-        accelerator.copy(accelerator.copy_out, host(7), empty.tensor)
+        accelerator.copy(accelerator.copy_out, host(7), empty.memory)
     with pytest.raises(RaceError, match="the other way"):
         accelerator.copy(accelerator.copy_out, memory.tensor, host(7))
 

@@ -4,7 +4,7 @@ Everything above speaks to the `Accelerator` protocol; a simulated one stands in
 """
 
 from zerooffload.accelerator.api import Accelerator, DeviceRange, Event, Mark, Stream
-from zerooffload.accelerator.choose import DeviceModel, default_accelerator, device_models
+from zerooffload.accelerator.choose import DeviceModel, default_accelerator, device_models, use_device_of
 from zerooffload.accelerator.cuda import cached_block_nbytes
 from zerooffload.accelerator.pages import PageRange, host_buffer_nbytes, populated_pages
 from zerooffload.accelerator.shared_pages import SharedAddress, SharedPages, shared_part_nbytes
@@ -25,4 +25,5 @@ __all__ = [
     "host_buffer_nbytes",
     "populated_pages",
     "shared_part_nbytes",
+    "use_device_of",
 ]

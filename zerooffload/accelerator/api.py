@@ -104,12 +104,16 @@ class Accelerator(Protocol):
         """An empty range for `nbytes` bytes."""
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
-        """Host memory for transfers: uint8, 1D, page-aligned, resident, and pinned where the device profits."""
+        """Host memory for transfers: uint8, 1D, page-aligned, resident, and pinned where the device profits.
+
+        It is let go by itself; copies from and to it are over by then.
+        """
 
     def pin(self, memory: torch.Tensor) -> bool:
         """Pin page-aligned host memory that was not made by `host_buffer`, uint8, 1D, where the device profits.
 
-        False if it would and could not: copies from and to it are right, only slower and not asynchronous.
+        False if it would and could not: copies from and to it are right, only slower and not asynchronous. Else whoever
+        pins it must `unpin` it before it goes.
         """
 
     def unpin(self, memory: torch.Tensor) -> None:

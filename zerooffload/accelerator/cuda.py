@@ -1,13 +1,24 @@
-"""CUDA as compute device. The only file that names torch.cuda."""
+"""CUDA as compute device. The only file that names torch.cuda.
+
+[Note: pinned memory that goes]
+The driver pins pages by their addresses and learns nothing of `munmap`. Memory that went while it was registered would
+stay pinned, and what is mapped next at its addresses would be copied from and to the pages that are gone, without an
+error. So whoever registers memory lets it go before the memory does: a host buffer by itself.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import torch
 
 from zerooffload.accelerator.api import Event, Mark, Stream
-from zerooffload.accelerator.pages import host_buffer_nbytes, populated_pages
+from zerooffload.accelerator.pages import PageRange, host_buffer_nbytes
 from zerooffload.errors import InternalError
 from zerooffload.formats import MIB, round_up
 
@@ -147,20 +158,19 @@ class CudaAccelerator:
 
     def host_buffer(self, nbytes: int) -> torch.Tensor:
         """Page-aligned memory of the exact size, registered: torch's pinned allocator rounds up to a power of two."""
-        memory = populated_pages(nbytes)
-        self.pin(memory)
-        return memory
+        pages = PageRange(nbytes)
+        pages.populate()
+        if self.pin(pages.tensor):
+            # See [Note: pinned memory that goes].
+            pages.before_release(partial(_unregister_in, os.getpid(), self.device, pages.tensor.data_ptr()))
+        return pages.tensor
 
     def pin(self, memory: torch.Tensor) -> bool:
         """Register its pages."""
         # On a thread that has used no device yet, the current one is the first of the machine, not this one.
         with torch.cuda.device(self.device):
             nbytes = host_buffer_nbytes(memory.numel())
-            is_pinned = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0)) == 0
-            if not is_pinned:
-                # Not an error, so it is not to be found by who asks for errors next.
-                torch.cuda.cudart().cudaGetLastError()
-            return is_pinned
+            return _succeeded(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, 0))
 
     def unpin(self, memory: torch.Tensor) -> None:
         """Let its pages go."""
@@ -213,3 +223,24 @@ def cached_block_nbytes(nbytes: int) -> int:
     """What the caching allocator takes for so many bytes, on any machine."""
     rounding = _LARGE_ROUNDING_BYTES if nbytes >= _LARGE_REQUEST_BYTES else _SMALL_ROUNDING_BYTES
     return round_up(max(nbytes, 1), rounding)
+
+
+def _unregister_in(process: int, device: torch.device, address: int) -> None:
+    """Let pages go, if this is still the process that registered them; the end of that lets all go."""
+    if os.getpid() == process and not sys.is_finalizing():
+        with torch.cuda.device(device):
+            _succeeded(torch.cuda.cudart().cudaHostUnregister(address))
+
+
+def _succeeded(status: Any) -> bool:
+    """Whether a call did; if not, it has set the last error, which is nobody else's."""
+    if int(status) == 0:
+        return True
+    _forget_last_error()
+    return False
+
+
+def _forget_last_error() -> None:
+    """Torch has no other way to it: when it launches a kernel it looks, raises, and so clears it."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")

@@ -10,6 +10,7 @@ Never empty a range that is registered with the kernel or a device: I/O would go
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 
 import torch
 
@@ -21,6 +22,16 @@ HUGE_PAGE_BYTES = 2 * MIB
 # Linux's values; Python's mmap module lacks some of them, depending on its version.
 _MAP_NORESERVE = 0x4000
 _MADV_POPULATE_WRITE = 23
+
+
+class _Mapping(mmap.mmap):
+    """Pages that say when they are about to go, whoever held them last."""
+
+    before_release: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.before_release is not None:
+            self.before_release()
 
 
 class PageRange:
@@ -38,7 +49,7 @@ class PageRange:
         self.nbytes = host_buffer_nbytes(nbytes)
         huge = self.nbytes >= HUGE_PAGE_BYTES
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._map = mmap.mmap(-1, self.nbytes + (HUGE_PAGE_BYTES if huge else 0), flags=flags)
+        self._map = _Mapping(-1, self.nbytes + (HUGE_PAGE_BYTES if huge else 0), flags=flags)
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self._start = -whole.data_ptr() % HUGE_PAGE_BYTES if huge else 0
         self.tensor = whole[self._start : self._start + nbytes]
@@ -58,6 +69,13 @@ class PageRange:
             self._map.madvise(_MADV_POPULATE_WRITE, self._start, self.nbytes)
         except OSError:
             self.tensor.zero_()
+
+    def before_release(self, action: Callable[[], None]) -> None:
+        """Have `action` called when nothing holds the memory any more, while it is still there.
+
+        In any thread, also in a process forked from this one. It must not hold the memory.
+        """
+        self._map.before_release = action
 
 
 def host_buffer_nbytes(nbytes: int) -> int:

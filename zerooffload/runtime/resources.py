@@ -183,13 +183,11 @@ class Resources:
         self.commits: Commits | None = None
         self.block_inputs: ActivationStore | None = None
         self.block_input_leases: dict[TierName, Lease] = {}
-        limits = plan.limits
-        host = Budget(TierName.HOST.value, limits.host_bytes)
-        device = Budget(TierName.DEVICE.value, limits.device_bytes, host if limits.device_shares_host else None)
-        nvme = Budget(TierName.NVME.value, limits.nvme_bytes)
-        self.budgets = {TierName.DEVICE: device, TierName.HOST: host, TierName.NVME: nvme}
+        self.budgets = _budgets(plan.limits)
+        device, host, nvme = self.budgets.values()
         self.tiers: dict[TierName, Tier] = {}
         self._leases: list[Lease] = []
+        self._pinned: list[torch.Tensor] = []
         self._windows: list[Lease] = []
         self._rings: list[StagingRing] = []
         try:
@@ -274,7 +272,8 @@ class Resources:
         if self.sharers.pages is None:
             raise InternalError(f"{state.name} is shared, but there is no memory for it")
         memory = self.sharers.pages.take(state.layout.memory_nbytes)
-        self._accelerator.pin(memory)
+        if self._accelerator.pin(memory):
+            self._pinned.append(memory)
         return self.host.share(state.layout, state.holder, memory, state.num_sharers, state.name)
 
     def reserve(self) -> None:
@@ -362,13 +361,26 @@ class Resources:
             self._give_back()
 
     def _give_back(self) -> None:
+        # What was begun for nobody may still be copied from homes.
+        for queue in (self._accelerator.copy_in, self._accelerator.copy_out):
+            self._accelerator.record(queue).wait()
         # Tiers first: closing an engine finishes what is in flight to the rings' memory.
         for tier in reversed(self.tiers.values()):
             tier.close()
         for ring in self._rings:
             ring.close()
+        pinned, self._pinned = self._pinned, []
+        for memory in pinned:
+            self._accelerator.unpin(memory)
         for lease in (*self._leases, *self._windows):
             lease.release()
+
+
+def _budgets(limits: Limits) -> dict[TierName, Budget]:
+    host = Budget(TierName.HOST.value, limits.host_bytes)
+    device = Budget(TierName.DEVICE.value, limits.device_bytes, host if limits.device_shares_host else None)
+    nvme = Budget(TierName.NVME.value, limits.nvme_bytes)
+    return {TierName.DEVICE: device, TierName.HOST: host, TierName.NVME: nvme}
 
 
 def _forget(directories: list[Path]) -> None:

@@ -167,7 +167,15 @@ class UnitFlat:
 
     def bind(self) -> None:
         """Let the parameters show the memory for the whole buffer from now on, while they are full."""
-        self.flat.bind(self.memory)
+        if self.range is None:
+            self.flat.bind(self.memory)
+            return
+        # Views are only to be had of memory that is there; they stay when it goes.
+        self.range.fill()
+        try:
+            self.flat.bind(self.memory)
+        finally:
+            self.range.empty()
 
     def show_at_home(self) -> None:
         """Let the parameters show what they are when nothing moves: values if the home can be used, else nothing."""

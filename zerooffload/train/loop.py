@@ -36,7 +36,7 @@ from zerooffload.telemetry import Listener, StepReport, process_peak_bytes
 from zerooffload.train.data import BatchOrder, Windows, open_tokens
 from zerooffload.train.keeper import HeldRun, Keeper
 from zerooffload.train.process import give_freed_memory_back, resident_bytes_trimmed, warm_up
-from zerooffload.train.ranks import Ranks, joined_ranks
+from zerooffload.train.ranks import Ranks, joined_ranks, use_own_device
 from zerooffload.train.recipe import Recipe
 from zerooffload.train.resume import TRACKED_NAME, RecordedRecipe
 from zerooffload.train.schedule import lr_factor
@@ -147,6 +147,7 @@ def train(
     result = TrainingResult(recipe=recipe)
     torch.manual_seed(recipe.training.seed)
     give_freed_memory_back()
+    use_own_device()
     device = default_accelerator().device
     result.computes_on_host = device.type == "cpu"
     source = model_source(recipe)

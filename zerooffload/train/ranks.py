@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zerooffload.accelerator import default_accelerator
+from zerooffload.accelerator import default_accelerator, use_device_of
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,35 @@ def is_first_rank() -> bool:
     return this_rank() == 0
 
 
+def use_own_device() -> None:
+    """Compute on the device of this rank among those of its machine, as torchrun numbers them.
+
+    Raises
+    ------
+    ConfigError
+        If there are fewer CUDA devices than ranks here, but several.
+    """
+    use_device_of(int(os.environ.get("LOCAL_RANK", "0")))
+
+
 @contextmanager
 def joined_ranks(timeout_seconds: float) -> Iterator[Ranks]:
-    """The process group of the ranks that torchrun started, or a world of one.
+    """The process group of the ranks that torchrun started, each with a device of its own, or a world of one.
 
     Parameters
     ----------
     timeout_seconds : float
         Of every operation in which ranks wait for each other.
+
+    Raises
+    ------
+    ConfigError
+        See `use_own_device`.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Ranks()
         return
+    use_own_device()
     dist.init_process_group(timeout=timedelta(seconds=timeout_seconds))
     try:
         yield Ranks(dist.get_rank(), dist.get_world_size())

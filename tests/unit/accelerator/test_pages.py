@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import mmap
 
 import pytest
@@ -46,6 +47,18 @@ def test_a_view_keeps_the_mapping_alive() -> None:
     view = PageRange(PAGE_BYTES).tensor[10:20].view(torch.uint8)
     view.fill_(3)
     assert view.tolist() == [3] * 10
+
+
+def test_who_wants_to_know_is_told_once_before_memory_goes() -> None:
+    memory = PageRange(HUGE_PAGE_BYTES)
+    address, told = memory.tensor.data_ptr(), []
+    memory.before_release(lambda: told.append(ctypes.string_at(address, 3)))
+    memory.tensor[:3].fill_(ord("x"))
+    view = memory.tensor[5:7]
+    del memory
+    assert told == []
+    del view
+    assert told == [b"xxx"]
 
 
 def test_memory_is_resident_only_once_it_is_used_and_gone_once_it_is_emptied() -> None:
