@@ -130,9 +130,10 @@ class OffloadConfig(BaseModel):
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of the optimizer kernel. None: one for each physical core of this rank's share of the machine, which
     its threads stay on, as far as the CPU quota goes."""
-    io_engine: Literal["auto", "uring", "threads", "aiofiles"] = "auto"
-    """I/O engine of the nvme tier. "auto" measures, once for each drive, which is the fastest there. A forced engine
-    never falls back."""
+    io_engine: Literal["auto", "uring", "threads", "aiofiles", "kvikio"] = "auto"
+    """I/O engine of the nvme tier. "auto" measures, once for each drive, which is the fastest there, and at each start
+    whether kvikio, if it is installed, reads faster into a CUDA device (GPUDirect Storage). A forced engine never falls
+    back."""
 
     def __init__(self, **fields: Any) -> None:
         try:

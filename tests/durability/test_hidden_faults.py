@@ -37,6 +37,9 @@ SCENARIOS = {
     "nvme, ahead, on a device": Scenario(
         recipe=RECIPE, on_device=True, in_background=True, config={**NVME, "update": "during_backward"}
     ),
+    "nvme, ahead, straight to a device": Scenario(
+        recipe=RECIPE, on_device=True, straight=True, config={**NVME, "update": "during_backward"}
+    ),
     "half": Scenario(recipe=RECIPE, config={**HALF, "update": "during_backward"}),
     "half, on a device": Scenario(recipe=RECIPE, on_device=True, config={**HALF, "update": "during_backward"}),
     "durable": Scenario(recipe=RECIPE, in_background=True, config={**DURABLE, "update": "under_next_forward"}),

@@ -36,8 +36,8 @@ class Scenario:
     recipe : Recipe
     step : int
         The one in which the drive fails, from its first forward to the end of what the loop does after it.
-    on_device : bool
-        On the simulated device.
+    on_device, straight : bool
+        On the simulated device; reads from the drive go straight into its memory.
     transfers : Transfers
     num_paths : int
     in_background : bool
@@ -51,6 +51,7 @@ class Scenario:
     recipe: Recipe
     step: int = 1
     on_device: bool = False
+    straight: bool = False
     transfers: Transfers = Transfers.LAZY
     num_paths: int = 1
     in_background: bool = False
@@ -72,7 +73,9 @@ class Scenario:
     def environment(self, *faults: Fault) -> Iterator[Environment]:
         """With a drive of files."""
         if self.on_device:
-            with simulated(Copies.LATE, self.transfers, faults=faults, on_files=True) as environment:
+            with simulated(
+                Copies.LATE, self.transfers, faults=faults, on_files=True, straight=self.straight
+            ) as environment:
                 yield replace(environment, commit_in_background=self.in_background)
         else:
             environment = cpu_with_simulated_drive(self.transfers, faults=faults, on_files=True)

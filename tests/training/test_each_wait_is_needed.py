@@ -127,6 +127,7 @@ class Case:
     recipe: Recipe = LLAMA
     update: str = "after_backward"
     activations: str = "keep"
+    straight: bool = False
 
     @property
     def on_files(self) -> bool:
@@ -138,7 +139,11 @@ NVME: Homes = ("nvme", "nvme", "nvme")
 HOST: Homes = ("host", "host", "host")
 DEVICE: Homes = ("device", "device", "device")
 CASES: dict[tuple[str, Wait], list[Case]] = {
-    ("fetch.finish", Wait.PARAMETER_READ): [Case(("nvme", "host", "host"), on_device=False)],
+    ("fetch.finish", Wait.PARAMETER_READ): [
+        Case(("nvme", "host", "host"), on_device=False),
+        Case(("nvme", "host", "host"), straight=True),
+    ],
+    ("fetch.finish", Wait.RANGE_REFILL): [Case(("nvme", "device", "device"), straight=True)],
     ("fetch._copy_first", Wait.PARAMETER_READ): [Case(("nvme", "host", "host"))],
     ("fetch.finish", Wait.PARAMETER_COPY): [Case(("host", "host", "host")), Case(NVME)],
     ("home_reads.before_change", Wait.PARAMETER_REUSE): [
@@ -340,7 +345,9 @@ def _differences(
     config["activations"] = case.activations
     with ExitStack() as stack:
         if case.on_device:
-            environment = stack.enter_context(simulated(make_waits=make_waits, on_files=case.on_files))
+            environment = stack.enter_context(
+                simulated(make_waits=make_waits, on_files=case.on_files, straight=case.straight)
+            )
         else:
             environment = cpu_with_simulated_drive(make_waits=make_waits, on_files=case.on_files)
         if case.activations == "keep" and (case.on_device or "nvme" in case.homes[0] + case.homes[2]):

@@ -41,6 +41,7 @@ class AiofilesEngine:
     """aiofiles over the file's own descriptor, so that O_DIRECT stays in force."""
 
     name = "aiofiles"
+    reads_devices = False
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

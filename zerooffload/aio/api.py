@@ -57,9 +57,17 @@ class Engine(Protocol):
     """Moves bytes between buffers (uint8 tensors, 1D, contiguous) and files.
 
     Under O_DIRECT, offsets, lengths and addresses are multiples of 4096 bytes: the caller sees to it.
+
+    Attributes
+    ----------
+    name : str
+    reads_devices : bool
+        Whether targets of reads may be a device's memory. The host must know that its last use is over, and may let
+        the device use it when it has waited for the ticket.
     """
 
     name: str
+    reads_devices: bool
 
     def submit_read(self, file: OpenFile, offset_bytes: int, target: torch.Tensor) -> Waitable:
         """Read `target.numel()` bytes."""

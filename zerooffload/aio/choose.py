@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +13,10 @@ from zerooffload.aio.api import Engine
 from zerooffload.errors import ConfigError
 
 if TYPE_CHECKING:
+    from zerooffload.accelerator import Accelerator
     from zerooffload.aio.setups import Setup
 
-_NAMES = ("auto", "uring", "threads", "aiofiles")
+_NAMES = ("auto", "uring", "threads", "aiofiles", "kvikio")
 _AS_FAST = 0.95
 """Of the fastest's rate: the same, for measurements as short as these."""
 _log = logging.getLogger("zerooffload")
@@ -38,18 +39,27 @@ class ChosenEngine:
     rates: Mapping[str, float] = field(default_factory=dict)
 
 
-def choose_engine(name: str = "auto", folder: Path | None = None, *, measure_again: bool = False) -> ChosenEngine:
+def choose_engine(
+    name: str = "auto",
+    folder: Path | None = None,
+    *,
+    measure_again: bool = False,
+    device: Accelerator | None = None,
+) -> ChosenEngine:
     """The engine of that name, or for "auto" the fastest that works here.
 
     Parameters
     ----------
     name : str
-        "auto", "uring", "threads" or "aiofiles".
+        "auto", "uring", "threads", "aiofiles" or "kvikio".
     folder : pathlib.Path, optional
         Where the files will be. "auto" then measures there what is fastest, once for each drive. Without it, io_uring
         is taken where it works.
     measure_again : bool
         Forget what was measured on that drive before.
+    device : Accelerator, optional
+        Whose memory files are to be read into. If it is not the host's, kvikio is tried, and taken where it is faster.
+        Without a device, "kvikio" is what "auto" is.
 
     Raises
     ------
@@ -58,9 +68,33 @@ def choose_engine(name: str = "auto", folder: Path | None = None, *, measure_aga
     """
     if name not in _NAMES:
         raise ConfigError(f"unknown I/O engine {name!r}: expected {', '.join(_NAMES[:-1])} or {_NAMES[-1]}")
-    chosen = _chosen(name, folder, measure_again=measure_again)
+    if name in ("auto", "kvikio"):
+        chosen = _chosen("auto", folder, measure_again=measure_again)
+        is_forced = name == "kvikio"
+        if folder is not None and device is not None and (is_forced or not device.shares_host_memory):
+            chosen = _for_device(chosen, folder, device, is_forced=is_forced)
+    else:
+        chosen = _chosen(name, folder, measure_again=measure_again)
     _log.info("I/O engine: %s (%s)", chosen.engine.name, chosen.reason)
     return chosen
+
+
+def _for_device(host: ChosenEngine, folder: Path, device: Accelerator, *, is_forced: bool) -> ChosenEngine:
+    """That engine, or kvikio beside it."""
+    from zerooffload.aio.device_reads import DeviceReads, try_device_reads, with_device_reads  # noqa: PLC0415
+
+    if device.shares_host_memory:
+        found = DeviceReads(f"{device.name} has no memory of its own to read into")
+    else:
+        found = try_device_reads(host.engine, folder, device)
+    if is_forced and found.why_not:
+        host.engine.close()
+        raise _cannot_work("kvikio", found.why_not)
+    if is_forced or found.is_faster:
+        reason = f"{found}; else {host.engine.name}: {host.reason}"
+        return ChosenEngine(with_device_reads(host.engine), reason, host.rates)
+    # That something optional is not there is no news.
+    return host if found.why_not else replace(host, reason=f"{host.reason}; {found}")
 
 
 def _chosen(name: str, folder: Path | None, *, measure_again: bool) -> ChosenEngine:
@@ -69,8 +103,7 @@ def _chosen(name: str, folder: Path | None, *, measure_again: bool) -> ChosenEng
     why_not = _why_not(name)
     if name != "auto":
         if why_not:
-            others = " or ".join(repr(other) for other in _NAMES if other not in (name, "uring"))
-            raise ConfigError(f"the I/O engine {name!r} was forced, but cannot work: {why_not}. Use {others}.")
+            raise _cannot_work(name, why_not)
         return ChosenEngine(_default(name), "forced by name")
     if not native.available:
         return _aiofiles(why_not)
@@ -80,6 +113,11 @@ def _chosen(name: str, folder: Path | None, *, measure_again: bool) -> ChosenEng
     if why_no_ring:
         return ChosenEngine(_default("threads"), why_no_ring)
     return ChosenEngine(_default("uring"), "io_uring works here")
+
+
+def _cannot_work(name: str, why_not: str) -> ConfigError:
+    others = " or ".join(repr(other) for other in _NAMES if other not in (name, "uring", "kvikio"))
+    return ConfigError(f"the I/O engine {name!r} was forced, but cannot work: {why_not}. Use {others}.")
 
 
 def _why_not(name: str) -> str:

@@ -46,6 +46,7 @@ class NativeEngine:
     """Submits to an engine of the native module. See `Engine`."""
 
     name: str
+    reads_devices = False
 
     def __init__(self, engine: native_module.Engine) -> None:
         self._engine = engine

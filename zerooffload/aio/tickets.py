@@ -32,7 +32,7 @@ class Operation:
     offset_bytes: int = 0
     length_bytes: int = 0
 
-    def failure(self, errno: int, transferred_bytes: int = 0) -> TierIOError:
+    def failure(self, errno: int, transferred_bytes: int = 0, advice: str = "") -> TierIOError:
         """The error to raise for it."""
         return TierIOError(
             self.kind,
@@ -41,6 +41,7 @@ class Operation:
             offset_bytes=self.offset_bytes,
             length_bytes=self.length_bytes,
             transferred_bytes=transferred_bytes,
+            advice=advice,
         )
 
     def __str__(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -97,10 +98,14 @@ def environment(config: OffloadConfig, accelerator: Accelerator, collectives: Co
         )
     return Environment(
         accelerator=accelerator,
-        open_engine=lambda: choose_engine(config.io_engine, next(iter(config.nvme_paths), None)).engine,
+        open_engine=partial(_open_engine, config, accelerator),
         kernels=host_kernels(config.threads),
         collectives=collectives,
     )
+
+
+def _open_engine(config: OffloadConfig, accelerator: Accelerator) -> Engine:
+    return choose_engine(config.io_engine, next(iter(config.nvme_paths), None), device=accelerator).engine
 
 
 def build_run(model: nn.Module, config: OffloadConfig, env: Environment, weights: ModelWeights | None = None) -> Run:

@@ -6,6 +6,9 @@ first served, so that a fetch that is waited for finishes those before it. Slots
 next, while the device has no room for them yet. A unit whose update is still under way is read when that is over; what
 the update has left in memory is copied from there, as soon as it is computed.
 
+An engine that reaches the device's memory reads straight into the range there too. No queue of the device orders that,
+so a read begins when the host knows that compute has done with the memory; the device's window is what is read ahead.
+
 Parameters of other ranks that a home holds come with the gathering that follows an update. Where their unit may be
 fetched again before the next update, they are taken home from the range, and read from there then. A home that ranks
 share has theirs already, and each takes a part of the others there.
@@ -43,7 +46,7 @@ class Fetch:
 
 
 @dataclass
-class _StagedRead:
+class _Read:
     fetch: Fetch
     home: Block
     chunk: int
@@ -52,7 +55,7 @@ class _StagedRead:
 
 @dataclass
 class _Reading:
-    wanted: _StagedRead
+    wanted: _Read
     staged: StagedRecord
 
 
@@ -69,8 +72,11 @@ class Fetcher:
         *,
         home_reads: HomeReads,
         arrivals: Arrivals,
+        reads_device: bool,
     ) -> None:
         self._updates = updates
+        self._reads_device = reads_device
+        self._straight: deque[_Read] = deque()
         self._home_reads = home_reads
         self._arrivals = arrivals
         self._not_begun: list[Fetch] = []
@@ -78,7 +84,7 @@ class Fetcher:
         self._transfers = transfers
         self._ring = ring
         self._waits = waits
-        self._queue: deque[_StagedRead] = deque()
+        self._queue: deque[_Read] = deque()
         self._reading: deque[_Reading] = deque()
         self._early = ReadAhead(ring, waits)
         self._going_home: dict[Unit, list[Waitable]] = {}
@@ -148,10 +154,14 @@ class Fetcher:
         if self._accelerator.shares_host_memory:
             fetch.direct_reads.append(home.read(chunk, target))
             return
+        if self._reads_device:
+            self._straight.append(_Read(fetch, home, chunk, target))
+            self._read_straight()
+            return
         # Every staged copy runs on `copy_in`, so ordering that queue once is enough.
         self._waits.order(Wait.RANGE_REFILL, self._accelerator.copy_in, fetch.refill_after)
         fetch.num_staged += 1
-        wanted = _StagedRead(fetch, home, chunk, target)
+        wanted = _Read(fetch, home, chunk, target)
         early = self._early.take(home, chunk)
         if early is None:
             self._queue.append(wanted)
@@ -161,7 +171,7 @@ class Fetcher:
 
     def read_ahead(self, units: Iterable[Unit]) -> None:
         """Begin to read units that the device has no room for yet, in this order, as far as staging slots reach."""
-        if self._accelerator.shares_host_memory:
+        if self._accelerator.shares_host_memory or self._reads_device:
             return
         for unit in units:
             # Without slots to spare, as where nothing is on files, no unit is looked at: this runs in every hook.
@@ -187,6 +197,7 @@ class Fetcher:
     def advance(self) -> None:
         """Do what can be done without waiting."""
         self._begin_updated()
+        self._read_straight()
         self._advance_staged()
 
     def _advance_staged(self) -> None:
@@ -206,6 +217,9 @@ class Fetcher:
         if fetch in self._not_begun:
             self._begin(fetch)
         with self._updates.giving_way():
+            while any(item.fetch is fetch for item in self._straight):
+                self._waits.until(Wait.RANGE_REFILL, self._straight[0].fetch.refill_after)
+                self._read_first_straight()
             wait_for_all(self._waits, Wait.PARAMETER_READ, fetch.direct_reads)
             while fetch.num_staged:
                 self._issue()
@@ -219,6 +233,9 @@ class Fetcher:
         """See to it that nothing goes to the ranges of a fetch that failed."""
         if fetch in self._not_begun:
             self._not_begun.remove(fetch)
+        self._straight = deque(item for item in self._straight if item.fetch is not fetch)
+        for ticket in fetch.direct_reads:
+            Settled(ticket).wait()
         self._queue = deque(item for item in self._queue if item.fetch is not fetch)
         for item in [item for item in self._reading if item.wanted.fetch is fetch]:
             self._reading.remove(item)
@@ -278,6 +295,16 @@ class Fetcher:
             for part in unit.parts:
                 part.own_changed()
             raise
+
+    def _read_straight(self) -> None:
+        """Begin to read into device memory what the host knows to be done with; in order, as memory is given back."""
+        while self._straight and self._straight[0].fetch.refill_after.done():
+            self._read_first_straight()
+
+    def _read_first_straight(self) -> None:
+        item = self._straight.popleft()
+        item.fetch.direct_reads.append(item.home.read(item.chunk, item.target))
+        self._transfers.went_straight_in(item.home.layout.record_nbytes(item.chunk))
 
     def _issue(self) -> None:
         while self._queue and self._has_slot():

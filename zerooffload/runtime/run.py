@@ -141,6 +141,7 @@ class Run:
             updates,
             home_reads=home_reads,
             arrivals=arrivals,
+            reads_device=resources.nvme is not None and resources.nvme.reads_device,
         )
         evicts = plan.window_nbytes < plan.placement.window.most_nbytes
         self._residency = Residency(plan.window_nbytes, fetcher, collectives, parts.accelerator, updates, evicts=evicts)

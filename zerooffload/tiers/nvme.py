@@ -334,6 +334,11 @@ class NvmeTier:
             self.close()
             raise
 
+    @property
+    def reads_device(self) -> bool:
+        """Whether targets of reads may be a device's memory: checksums are computed in the host's."""
+        return self.engine.reads_devices and not self.checks_reads
+
     def block_nbytes(self, layout: RecordLayout, kept: Kept | None = None, num_places: int = 1) -> int:
         """Records, each padded to the file's alignment, in every slot or place."""
         if kept is None:

@@ -51,6 +51,10 @@ class Transfers:
         self._recorder.moved(Link.COPY_IN, target.nbytes)
         return accelerator.record(accelerator.copy_in)
 
+    def went_straight_in(self, nbytes: int) -> None:
+        """Count bytes that a drive has brought to the device by itself: they take the same way into it."""
+        self._recorder.moved(Link.COPY_IN, nbytes)
+
     def compute_done(self) -> Event:
         """The end of what compute has been given so far."""
         return self._accelerator.record(self._accelerator.compute)

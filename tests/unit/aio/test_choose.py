@@ -115,7 +115,7 @@ def test_a_forced_ring_never_falls_back() -> None:
 
 
 def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"'libaio'.*auto, uring, threads or aiofiles"):
+    with pytest.raises(ConfigError, match=r"'libaio'.*auto, uring, threads, aiofiles or kvikio"):
         choose_engine("libaio")
 
 

@@ -41,8 +41,9 @@ def test_it_looks_at_all_that_the_readme_promises(run: Callable[..., tuple[int, 
     assert told["ok"] is True
     subjects = [entry["subject"] for entry in told["findings"]]
     assert subjects == [
-        "zerooffload", "torch", "native module", "CPU target", "I/O engine", "CPU", "cores", "NUMA", "threads",
-        "memory", "memory cgroup", "locked memory", "pinned memory", "huge pages", "GPU", "machine profile",
+        "zerooffload", "torch", "native module", "CPU target", "I/O engine", "GPUDirect Storage", "CPU", "cores",
+        "NUMA", "threads", "memory", "memory cgroup", "locked memory", "pinned memory", "huge pages", "GPU",
+        "machine profile",
         f"nvme path {nvme}", f"nvme path {nvme}: drive", f"nvme path {nvme}: space", f"nvme path {nvme}: writing",
         f"nvme path {nvme}: engine",
     ]  # fmt: skip

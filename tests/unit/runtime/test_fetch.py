@@ -143,6 +143,7 @@ def new_fetcher(updates: Updates, ring: Ring, arrivals: Arrivals | None = None) 
         updates,
         home_reads=HomeReads(waits, SingleRank(), Snapshots(waits)),
         arrivals=arrivals or Arrivals(),  # type: ignore[arg-type]
+        reads_device=False,
     )  # type: ignore[arg-type]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from zerooffload import __version__, native
 from zerooffload.aio import choose_engine
+from zerooffload.aio.device_reads import find_kvikio
 from zerooffload.cli.doctor.finding import Finding, Verdict
 from zerooffload.errors import ConfigError
 
@@ -17,12 +18,13 @@ _OLDEST_TORCH = (2, 8)
 
 
 def software_findings() -> Iterator[Finding]:
-    """Versions, native module, CPU target, I/O engine."""
+    """Versions, native module, CPU target, I/O engine, kvikio."""
     yield Finding("zerooffload", f"{__version__}, Python {platform.python_version()}, {platform.platform()}")
     yield _torch()
     yield _native_module()
     yield _cpu_target()
     yield _io_engine()
+    yield _kvikio()
 
 
 def _torch() -> Finding:
@@ -64,3 +66,12 @@ def _io_engine() -> Finding:
     if not native.available:
         return Finding("I/O engine", value, Verdict.NOTE, "it needs the native module to be faster")
     return Finding("I/O engine", value)
+
+
+def _kvikio() -> Finding:
+    subject, found = "GPUDirect Storage", find_kvikio()
+    if not isinstance(found, str):
+        return Finding(
+            subject, f"kvikio {getattr(found, '__version__', '')}: tried on each --path, where a GPU computes"
+        )
+    return Finding(subject, f"not in use, which is usual: {found}")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from zerooffload.accelerator.pages import populated_pages
+from zerooffload.accelerator import default_accelerator, populated_pages
 from zerooffload.aio import Engine, choose_engine
 from zerooffload.aio.files import create_file
 from zerooffload.aio.uring import UringEngine
@@ -88,7 +88,7 @@ def _direct_io(subject: str, path: Path) -> Finding:
 
 def _engine(subject: str, path: Path) -> Finding:
     """Measured now, which also corrects what runs remember of the drive."""
-    chosen = choose_engine("auto", path, measure_again=True)
+    chosen = choose_engine("auto", path, measure_again=True, device=default_accelerator())
     try:
         return Finding(subject, f"{chosen.engine.name}: {chosen.reason}{_registration(chosen.engine)}")
     finally:
