@@ -28,8 +28,8 @@ from zerooffload.telemetry import Waitable
 _PAUSE_SECONDS = 1e-4
 """Between two looks at a future of kvikio, which cannot be waited for with a limit: a hundredth of a chunk's read."""
 
-_ERRORS = (OSError, RuntimeError, ValueError)
-"""That kvikio raises for what the system, or CUDA, refuses."""
+_ERRORS = (AttributeError, OSError, RuntimeError, TypeError, ValueError)
+"""That kvikio raises for what the system, or CUDA, refuses; or a release of it for how it is called."""
 
 
 class KvikioTicket(Ticket):

@@ -168,8 +168,9 @@ def test_by_name_it_is_taken_also_where_it_is_not(kvikio: StandIn, nvme: Path, m
         ({"change": lambda part: part[7:8].add_(1)}, "other bytes"),
         ({"error": "not supported"}, "kvikio says: not supported"),
         ({"refuses": "libcufile.so.0"}, "kvikio says: libcufile.so.0"),
+        ({"CuFile": "another release"}, "not callable"),
     ],
-    ids=["wrong bytes", "errors", "no file"],
+    ids=["wrong bytes", "errors", "no file", "other names"],
 )
 def test_where_it_does_not_work_another_is_taken_unless_it_was_forced(
     kvikio: StandIn, nvme: Path, change: dict[str, object], words: str
