@@ -43,6 +43,9 @@ from zerooffload.tiers import Space, dtype_name
 
 _log = logging.getLogger("zerooffload")
 
+_MOST_HOLDERS = 3
+"""That a message names."""
+
 
 class _Collection:
     """A flat's gradients gathering on the device."""
@@ -84,7 +87,7 @@ class GradientPath:
         self._is_complete = is_complete
         self._come: dict[UnitFlat, set[int]] = {}
         self._whole: set[UnitFlat] = set()
-        self._free_nbytes = window_nbytes
+        self._free_nbytes = self._window_nbytes = window_nbytes
         self._collectives = collectives
         self._units = units
         self._flats = [flat for unit in units for flat in trainable(unit)]
@@ -301,17 +304,25 @@ class GradientPath:
             self._depart(next(iter(self._open.values())))
             self._give_back_oldest()
         if memory.nbytes > self._free_nbytes:
-            raise BudgetError(
-                f"gradient collection: {part.flat.layout.name} needs {format_bytes(memory.nbytes)},"
-                f" {format_bytes(self._free_nbytes)} are free. With several ranks gradients leave in the order of the"
-                " model, and those of several units gather at the same time here: raise device_memory (on a CPU:"
-                " host_memory)"
-            )
+            raise BudgetError(self._too_many(part, memory))
         memory.fill()
         self._free_nbytes -= memory.nbytes
         collection = _Collection(part, training, memory)
         self._open[id(part)] = collection
         return collection
+
+    def _too_many(self, part: UnitFlat, memory: DeviceRange) -> str:
+        """That gradients gather for which there is no room: what needs it, what holds it, and what is enough."""
+        largest = sorted(self._open.values(), key=lambda collection: -collection.memory.nbytes)[:_MOST_HOLDERS]
+        holders = ", ".join(f"{one.part.flat.layout.name} {format_bytes(one.memory.nbytes)}" for one in largest)
+        every = sum(flat.collection.nbytes for flat, _ in self._flats if flat.collection is not None)
+        return (
+            f"gradient collection on the device: {part.flat.layout.name} needs {format_bytes(memory.nbytes)},"
+            f" {format_bytes(self._free_nbytes)} are free of {format_bytes(self._window_nbytes)} (held by {holders})."
+            " With several ranks gradients leave in one order, and here those of several units gather at the same time:"
+            f" raise device_memory (on a CPU: host_memory) by {memory.nbytes - self._free_nbytes} bytes, or, for"
+            f" gradients in any order, by {every - self._window_nbytes}"
+        )
 
     def _depart(self, collection: _Collection) -> None:
         del self._open[id(collection.part)]

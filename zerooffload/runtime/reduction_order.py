@@ -8,10 +8,21 @@ from zerooffload.sharding.unit import TrainingStates, Unit, UnitFlat, trainable
 
 
 class ReductionOrder:
-    """Which flats depart when there are several ranks: in the model's reverse order, each once in each backward."""
+    """Which flats depart when there are several ranks: in the model's reverse order, each once in each backward.
+
+    The root's depart last: of what lies outside of all blocks some is used before them and some behind them, so its
+    gradients may be complete at the end alone, and others must not wait for them. A plan has room for them beside those
+    of any other unit.
+
+    Parameters
+    ----------
+    units : Sequence[Unit]
+        In the order of the model, the root last.
+    """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self._flats = [flat for unit in reversed(units) for flat in trainable(unit)]
+        *inner, root = units
+        self._flats = [flat for unit in (*reversed(inner), root) for flat in trainable(unit)]
         self._complete: set[int] = set()
         self._next = 0
 
