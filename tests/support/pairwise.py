@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from support.thoroughness import EXHAUSTIVE
 
 Case = TypeVar("Case")
 Pairs = frozenset[Hashable]
@@ -34,3 +36,9 @@ def covering(cases: Sequence[Case], pairs: Callable[[Case], Pairs]) -> list[Case
                 chosen.append(number)
                 missing -= of_case
     return [cases[number] for number in sorted(chosen)]
+
+
+def all_or_covering(*axes: Iterable[Hashable]) -> list[tuple[Any, ...]]:
+    """All of a product with ZEROOFFLOAD_TEST_EXHAUSTIVE=1, else few of it that have each pair of values."""
+    whole = list(itertools.product(*axes))
+    return whole if EXHAUSTIVE else covering(whole, pairs_of)

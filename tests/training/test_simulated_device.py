@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from support.environments import COMBINATIONS, PAIRWISE, Homes, cpu_with_simulated_drive, least_memory, simulated
+from support.pairwise import all_or_covering
 from support.reference_training import Outcome, Recipe, batch, differences, language_loss, train_offloaded
 from support.simulated_accelerator import Copies, SimulatedAccelerator
 from support.simulated_engine import Transfers
@@ -44,12 +45,11 @@ def test_late(homes: Homes, recipe: Recipe, nvme: Path, plain: Callable[[Recipe]
         assert environment.accelerator.num_spoiled == 0
 
 
-@pytest.mark.parametrize("copies", Copies)
-@pytest.mark.parametrize("transfers", Transfers)
-@pytest.mark.parametrize("homes", PAIRWISE, ids="-".join)
+@pytest.mark.parametrize("case", all_or_covering(PAIRWISE, Transfers, Copies), ids=str)
 def test_gpt2_in_each_mode(
-    homes: Homes, transfers: Transfers, copies: Copies, nvme: Path, plain: Callable[[Recipe], Outcome]
+    case: tuple[Homes, Transfers, Copies], nvme: Path, plain: Callable[[Recipe], Outcome]
 ) -> None:
+    homes, transfers, copies = case
     with simulated(copies, transfers) as environment:
         assert_equal(GPT2, environment, homes, nvme, plain)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.environments import COMBINATIONS, Homes, least_memory, simulated
+from support.environments import TIERS, Homes, least_memory, simulated
+from support.pairwise import all_or_covering
 from support.reference_training import Outcome, Recipe, differences, train_offloaded
 from support.simulated_accelerator import Copies, SimulatedAccelerator
 from support.simulated_engine import Transfers
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
-ON_NVME = [homes for homes in COMBINATIONS if homes[0] == "nvme"]
 NVME: Homes = ("nvme", "nvme", "nvme")
 MODES = ("after_backward", "under_next_forward", "during_backward")
 
@@ -61,20 +61,19 @@ def straight_reads(environment: Environment) -> int:
     return engine.num_straight
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
-@pytest.mark.parametrize("homes", ON_NVME, ids="-".join)
-def test_the_same_bits(homes: Homes, recipe: Recipe, nvme: Path, plain: Callable[[Recipe], Outcome]) -> None:
+@pytest.mark.parametrize("case", all_or_covering(TIERS, TIERS, RECIPES), ids=str)
+def test_the_same_bits(case: tuple[str, str, str], nvme: Path, plain: Callable[[Recipe], Outcome]) -> None:
+    homes, recipe = ("nvme", *case[:2]), RECIPES[case[2]]
     with simulated(straight=True) as environment:
         assert differences(plain(recipe), train(recipe, environment, homes, nvme)) == []
         assert straight_reads(environment) > 0
 
 
-@pytest.mark.parametrize("update", MODES)
-@pytest.mark.parametrize("transfers", Transfers)
-@pytest.mark.parametrize("copies", Copies)
+@pytest.mark.parametrize("case", all_or_covering(Copies, Transfers, MODES), ids=str)
 def test_whenever_they_come(
-    copies: Copies, transfers: Transfers, update: str, nvme: Path, plain: Callable[[Recipe], Outcome]
+    case: tuple[Copies, Transfers, str], nvme: Path, plain: Callable[[Recipe], Outcome]
 ) -> None:
+    copies, transfers, update = case
     with simulated(copies, transfers, straight=True) as environment:
         assert differences(plain(LLAMA), train(LLAMA, environment, NVME, nvme, update=update)) == []
         assert straight_reads(environment) > 0
