@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -145,19 +146,21 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment, weights
         env.collectives,
         lambda: _with_units(Resources(plan, config, parts, drive, storage, sharers=sharers), plan, params_of, env),
     )
-    run = Run(
-        units=units,
-        points=_hook_points(found, units),
-        plan=plan,
-        states=optimizer_states(config),
-        resources=resources,
-        parts=parts,
-        kernels=(env.kernels, TorchKernels()),
-        collectives=env.collectives,
-        policy=_update_policy(config, plan),
-        baseline_bytes=baseline_bytes,
-    )
-    try:
+    with ExitStack() as undo:
+        undo.callback(resources.close)
+        run = Run(
+            units=units,
+            points=_hook_points(found, units),
+            plan=plan,
+            states=optimizer_states(config),
+            resources=resources,
+            parts=parts,
+            kernels=(env.kernels, TorchKernels()),
+            collectives=env.collectives,
+            policy=_update_policy(config, plan),
+            baseline_bytes=baseline_bytes,
+        )
+        undo.callback(run.close)
         continues = storage is not None and storage.record is not None
         states = InitialStates(resources.ring, parts.waits, weights.params if weights else {}, continues=continues)
         # Together: what a rank holds another one may have written.
@@ -173,13 +176,11 @@ def build_run(model: nn.Module, config: OffloadConfig, env: Environment, weights
                 lambda: run.kept.begin(storage, agreement, in_background=in_background),
                 "beginning the journal",
             )
-    except BaseException:
-        run.close()
-        raise
-    for unit in units:
-        register(run, unit)
-    run.install()
-    slice_blocks(run, found, config, resources, parts)
+        for unit in units:
+            register(run, unit)
+        run.install()
+        slice_blocks(run, found, config, resources, parts)
+        undo.pop_all()
     return run
 
 

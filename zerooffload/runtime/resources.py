@@ -361,19 +361,21 @@ class Resources:
             self._give_back()
 
     def _give_back(self) -> None:
-        # What was begun for nobody may still be copied from homes.
-        for queue in (self._accelerator.copy_in, self._accelerator.copy_out):
-            self._accelerator.record(queue).wait()
-        # Tiers first: closing an engine finishes what is in flight to the rings' memory.
-        for tier in reversed(self.tiers.values()):
-            tier.close()
-        for ring in self._rings:
-            ring.close()
-        pinned, self._pinned = self._pinned, []
-        for memory in pinned:
-            self._accelerator.unpin(memory)
-        for lease in (*self._leases, *self._windows):
-            lease.release()
+        try:
+            # What was begun for nobody may still be copied from homes.
+            for queue in (self._accelerator.copy_in, self._accelerator.copy_out):
+                self._accelerator.record(queue).wait()
+        finally:
+            # Tiers first: closing an engine finishes what is in flight to the rings' memory.
+            for tier in reversed(self.tiers.values()):
+                tier.close()
+            for ring in self._rings:
+                ring.close()
+            pinned, self._pinned = self._pinned, []
+            for memory in pinned:
+                self._accelerator.unpin(memory)
+            for lease in (*self._leases, *self._windows):
+                lease.release()
 
 
 def _budgets(limits: Limits) -> dict[TierName, Budget]:
