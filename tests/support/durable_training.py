@@ -294,6 +294,8 @@ def environment_with(open_engine: Callable[[], Engine], *, in_background: bool =
 class _UnflushedEngine:
     """The product's engine, but for flushes: nobody cuts the power of these drives, and they take most of the time."""
 
+    reads_devices = False
+
     def __init__(self) -> None:
         self._engine = choose_engine().engine
         self.name = self._engine.name

@@ -85,6 +85,7 @@ class WatchedEngine:
     """An engine whose operations are moments: before one is begun, while it is under way, and after it."""
 
     name = "watched"
+    reads_devices = False
 
     def __init__(self, engine: Engine, moments: Moments) -> None:
         self._engine = engine

@@ -156,9 +156,12 @@ def _look_again(rank: int, world_size: int, folder: str, run: str, *, holds: boo
             seen = _out_of_a_block(model)
             store.set(key, "")
         dist.barrier()
-        zo.close(model)
-    # Rank 0 has the store.
-    dist.barrier()
+        try:
+            # Without a wait a race may be found here.
+            zo.close(model)
+        finally:
+            # Rank 0 has the store.
+            dist.barrier()
     return seen
 
 

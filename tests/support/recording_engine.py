@@ -195,6 +195,7 @@ class RecordingEngine:
     """Moves bytes from and to files, and logs; see `Engine`. Checks alignment, and that buffers are left alone."""
 
     name = "recording"
+    reads_devices = False
 
     def __init__(self, log: Log) -> None:
         self._log = log

@@ -22,6 +22,7 @@ class Noted:
     """An engine that notes what it is asked for, and lets time pass with each transfer that ends."""
 
     name = "noted"
+    reads_devices = False
 
     def __init__(self) -> None:
         self.transfers: list[tuple[str, int]] = []
