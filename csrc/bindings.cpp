@@ -29,6 +29,7 @@
 #include "io/failure.hpp"
 #include "io/thread_engine.hpp"
 #include "io/uring_engine.hpp"
+#include "optim/exact_sum.hpp"
 #include "optim/gradients.hpp"
 #include "optim/master_weights.hpp"
 #include "optim/step.hpp"
@@ -117,6 +118,10 @@ void arrive(ThreadPool& pool, optim::Arrival arrival, Address target, Dtype targ
                 at<double>(sums));
 }
 
+double exact_sum(Address values, std::int64_t numel) {
+  return optim::exact_sum(at<const double>(values), numel);
+}
+
 void move_traffic(ThreadPool& pool, const std::vector<std::tuple<Address, std::int64_t, bool>>& streams,
                   std::int64_t numel) {
   std::vector<optim::Stream> arrays;
@@ -163,6 +168,8 @@ void bind_kernels(nb::module_& m) {
   m.def("arrive", &arrive, "pool"_a, "arrival"_a, "target"_a, "target_dtype"_a, "source"_a, "source_dtype"_a,
         "numel"_a, "sums"_a, ReleaseGil(),
         "Adds to a buffer, or replaces it, and sums squares, in one pass.");
+  m.def("exact_sum", &exact_sum, "values"_a, "numel"_a, ReleaseGil(),
+        "The float64 sum of numbers of which none is negative, rounded once.");
   m.def("move_traffic", &move_traffic, "pool"_a, "streams"_a, "numel"_a,
         "Moves the bytes of a pass, (address, item bytes, written) for each array, and computes nothing.");
 }

@@ -41,6 +41,7 @@ add_library(zerooffload_core STATIC
   ${ZEROOFFLOAD_CSRC}/io/thread_engine.cpp
   ${ZEROOFFLOAD_CSRC}/io/transfer.cpp
   ${ZEROOFFLOAD_CSRC}/io/uring_engine.cpp
+  ${ZEROOFFLOAD_CSRC}/optim/exact_sum.cpp
   ${ZEROOFFLOAD_CSRC}/optim/gradients.cpp
   ${ZEROOFFLOAD_CSRC}/optim/launch.cpp
   ${ZEROOFFLOAD_CSRC}/optim/master_weights.cpp

@@ -135,6 +135,9 @@ def arrive(
     Both of one dtype, or a float32 target; ValueError otherwise.
     """
 
+def exact_sum(values: int, numel: int) -> float:
+    """Add float64 [numel] exactly and round once, as `math.fsum` does; ValueError for one below 0."""
+
 def move_traffic(pool: ThreadPool, streams: Sequence[tuple[int, int, bool]], numel: int) -> None:
     """Read, and where wanted write back, `numel` items of each (address, item bytes, written); compute nothing.
 

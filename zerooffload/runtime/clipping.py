@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from zerooffload.errors import ConfigError
+from zerooffload.optim.exact_sum import exact_sum
 from zerooffload.sharding.placeholders import OffloadedGradient
 from zerooffload.sharding.registry import residence_of
 from zerooffload.sharding.unit import TrainingStates, UnitFlat
@@ -86,9 +87,10 @@ def norm_sum(chosen: Sequence[Chosen], norm_type: float, square_sums: SquareSums
         for index in indices:
             grad = read(item.part, item.training, index).double().abs().mul_(item.training.grad_factors[index])
             if grad.numel():
-                sums.append(grad.max()[None] if math.isinf(norm_type) else grad.pow(norm_type).sum()[None])
-    values = (value for part in sums for value in part.tolist())
-    return max(values, default=0.0) if math.isinf(norm_type) else math.fsum(values)
+                found = grad.max() if math.isinf(norm_type) else grad.pow(norm_type).sum()
+                sums.append(found[None].cpu())
+    values = torch.cat(sums) if sums else torch.zeros(1, dtype=torch.float64)
+    return float(values.max()) if math.isinf(norm_type) else exact_sum(values)
 
 
 def total_norm(parts: Sequence[float], norm_type: float) -> float:
