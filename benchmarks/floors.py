@@ -160,6 +160,9 @@ class Workload:
         Whether each backward computes its forward again.
     copies : bool
         Whether the device has memory of its own.
+    copy_passes : int
+        Passes over host memory of a copy: one of a GPU's, two where the device's memory is the host's, and none where
+        a copy only takes time.
     commits : bool
         Whether the update takes a checksum of what it writes.
     compute_seconds : float
@@ -176,6 +179,7 @@ class Workload:
     accumulation: int = 1
     computes_again: bool = False
     copies: bool = True
+    copy_passes: int = 1
     commits: bool = False
     compute_seconds: float = 0.0
 
@@ -209,7 +213,7 @@ def _parameters(work: Workload, nbytes: float, *, num_held: int = 0) -> Demand:
     return Demand(
         disk_read_bytes=nbytes - FP32_BYTES * num_held if is_far else 0.0,
         copied_in_bytes=nbytes if work.copies else 0.0,
-        host_traffic_bytes=2 * nbytes if work.copies else 0.0,
+        host_traffic_bytes=work.copy_passes * nbytes if work.copies else 0.0,
     )
 
 
@@ -220,7 +224,7 @@ def _gradients(work: Workload, *, is_first: bool) -> Demand:
     """
     nbytes = FP32_BYTES * work.num_params
     is_far = work.gradients is Tier.NVME
-    traffic = 2 * nbytes if work.copies else 0
+    traffic = work.copy_passes * nbytes if work.copies else 0
     if not is_first:
         traffic += 3 * nbytes
     else:

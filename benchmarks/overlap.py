@@ -1,7 +1,7 @@
 """How much of a step's work is hidden: its time beside the longest of its parts, and beside their sum.
 
-A stack of blocks trains from the tiers of a placement. On the simulated device compute only takes time (it sleeps), so
-that a machine with few cores can stand for one with a GPU; the drive, the copies, the CPU's kernel and the hooks are
+A stack of blocks trains from the tiers of a placement. On the simulated device compute and copies only take time (they
+sleep), so that a machine with few cores can stand for one with a GPU; the drive, the CPU's kernel and the hooks are
 real. With `--device cpu` or `cuda` the blocks are matrix products. Compute is made as long as what the slowest link
 needs for a step's bytes, or `--compute-ratio` times that.
 
@@ -102,6 +102,8 @@ SPIKE = 1e12
 SPIKES_EVERY = 10
 NUM_WARM_UP_STEPS = 5
 BYTES_TOLERANCE = 0.02
+LINK_GB_PER_SECOND = 25.0
+"""What a GPU on 16 lanes of PCIe 4.0 copies from and to pinned memory."""
 PROBE_NUMEL = 2**24
 NUM_PROBES = 3
 GRID_SECONDS = 0.5
@@ -326,7 +328,7 @@ class Compute:
 
 def _accelerator(kind: str, link_gb_per_second: float) -> Accelerator:
     if kind == "simulated":
-        return SleepingAccelerator(link_gb_per_second * 1e9)
+        return SleepingAccelerator(link_gb_per_second * 1e9 or None)
     if kind == "cpu":
         return CpuAccelerator()
     if not torch.cuda.is_available():
@@ -357,6 +359,8 @@ class Trainer:
             self.num_params
         )
         self._model = self._offloaded(self.host_bytes)
+        if not self._in_slices:
+            self._leave_out_collecting()
         self._optimizer = zo.AdamW(self._model.parameters(), lr=1e-4)
         self.num_steps = 0
         self.reports: list[StepReport] = []
@@ -381,6 +385,17 @@ class Trainer:
             kernels=host_kernels(self._args.threads),
         )
         return offload_in(self._compute.model(self.num_units), config, environment)
+
+    def _leave_out_collecting(self) -> None:
+        """On the simulated device collecting gradients costs the host nothing: a context around no more than that."""
+        gradients = self._run()._gradients
+        collect = gradients._collect
+
+        def collected(*args: Any) -> None:
+            with self._compute.operations():
+                collect(*args)
+
+        gradients._collect = collected
 
     def _least_host_bytes(self) -> int:
         """What a run with no room to spare needs, as the refusal of less says."""
@@ -407,6 +422,7 @@ class Trainer:
             accumulation=self._point.accumulation,
             computes_again=self._in_slices,
             copies=self.copies,
+            copy_passes=self._copy_passes,
             commits=run._resources.commits is not None,
             compute_seconds=compute_seconds,
         )
@@ -415,6 +431,14 @@ class Trainer:
     def copies(self) -> bool:
         """Whether the device has memory of its own."""
         return not self._compute.accelerator.shares_host_memory
+
+    @property
+    def _copy_passes(self) -> int:
+        """Over host memory."""
+        device = self._compute.accelerator
+        if not isinstance(device, SleepingAccelerator):
+            return 1
+        return 2 if device.link_bytes_per_second is None else 0
 
     @property
     def _chunk_numel(self) -> int:
@@ -460,7 +484,8 @@ class Trainer:
         self._set_spike(self._point.clip == "sometimes" and self.num_steps % SPIKES_EVERY == 0)
         for _ in range(self._point.accumulation):
             loss = self._model(self._compute.batch())
-            with self._compute.operations():
+            # Sums over slices are the device's work too.
+            with self._compute.operations() if self._in_slices else nullcontext():
                 loss.backward()
         zo.clip_grad_norm_(self._model, {"always": CLIP, "never": NO_CLIP, "sometimes": SPIKE / 2}[self._point.clip])
         self._optimizer.step()
@@ -555,7 +580,7 @@ class Links:
             Traffic(host_kernels(args.threads)._pool, self._step.passes()).variants("traffic").values()
         )
         self._source, self._target = (populated_pages(args.probe_numel * FP32_BYTES) for _ in range(2))
-        self._copier = SleepingAccelerator(args.link_gb_per_second * 1e9)
+        self._copier = SleepingAccelerator(args.link_gb_per_second * 1e9 or None)
         self.limit_names: dict[str, str] = {}
 
     def prepare(self, demands: Sequence[Any]) -> list[Mix]:
@@ -888,7 +913,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=count, default=5, help="5")
     parser.add_argument("--warm-up", type=count, default=NUM_WARM_UP_STEPS, help="steps before; 5")
     parser.add_argument("--host-memory", type=count, help="bytes; default: the least, and room for second places")
-    parser.add_argument("--link-gb-per-second", type=float, default=float("inf"), help="of simulated copies at most")
+    parser.add_argument(
+        "--link-gb-per-second",
+        type=float,
+        default=LINK_GB_PER_SECOND,
+        metavar="N",
+        help=f"of simulated copies in each direction; {LINK_GB_PER_SECOND:g}. 0: what a core can copy",
+    )
     parser.add_argument("--threads", type=count, help="of the kernel")
     parser.add_argument("--engine", choices=("auto", "uring", "threads", "aiofiles"), default="auto")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a timeline of the timed steps, for Perfetto")

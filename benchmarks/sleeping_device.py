@@ -1,8 +1,11 @@
 """A device whose compute takes time and nothing else: a machine with few cores can stand for one with a GPU.
 
-Compute is a queue that sleeps for the seconds that it is given; copies are real, each direction on a thread of its own.
-What torch would do on the device beside the model's blocks, collecting gradients, is left out: the host would have to
-do it. So the device's memory holds what it was made with, and gradients are the same in every step.
+Compute is a queue that sleeps for the seconds that it is given, and so do copies, each direction for itself, as the
+engines of a GPU take no core. What torch would do on the device beside the model's blocks, collecting gradients, is
+left out: the host would have to do it. So the device's memory holds what it was made with, gradients are the same in
+every step, and only those are moved that the host does not hold yet.
+
+A core can copy instead (a thread for each direction): a device as slow as this machine can be one.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from zerooffload.formats import GIB
 
 GRADIENT = 1e-3
 """Each element of each gradient."""
+_PROBED_BYTES = 64
 
 
 class QueuePoint:
@@ -100,17 +104,22 @@ class DeviceQueue:
 
         self._items.put(work)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor, seconds: float) -> None:
-        """Enqueue a copy, which takes that long at least. One thread: torch's copies would take all cores."""
+    def copy(self, target: torch.Tensor, source: torch.Tensor, seconds: float | None = None) -> None:
+        """Enqueue a copy: by a core, or of that many seconds. One thread: torch's copies would take all cores."""
         made = time.perf_counter()
 
-        def work() -> None:
+        def by_core() -> None:
             begin = max(self._now, made, time.perf_counter())
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
             self._now = begin
-            self._take(begin, max(seconds, time.perf_counter() - begin))
+            self._take(begin, time.perf_counter() - begin)
 
-        self._items.put(work)
+        def by_engine() -> None:
+            nbytes = _PROBED_BYTES if _ends_alike(target, source) else source.nbytes
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), min(nbytes, source.nbytes))
+            self._take(made, seconds or 0.0)
+
+        self._items.put(by_core if seconds is None else by_engine)
 
     def close(self) -> None:
         """End the thread."""
@@ -156,19 +165,19 @@ class SleepingAccelerator:
 
     Parameters
     ----------
-    link_bytes_per_second : float
-        What a copy moves at most.
+    link_bytes_per_second : float, optional
+        Of copies, in each direction, which take no core then. If it is missing a core copies, as fast as it can.
     """
 
     name = "sleeping"
     shares_host_memory = False
 
-    def __init__(self, link_bytes_per_second: float = float("inf")) -> None:
+    def __init__(self, link_bytes_per_second: float | None = None) -> None:
         self.device = torch.device("cpu")
         self.compute, self.copy_in, self.copy_out = (
             DeviceQueue(name) for name in ("device-compute", "device-copy-in", "device-copy-out")
         )
-        self._link_bytes_per_second = link_bytes_per_second
+        self.link_bytes_per_second = link_bytes_per_second
         self._storages: set[int] = set()
 
     def range_nbytes(self, nbytes: int) -> int:
@@ -194,8 +203,15 @@ class SleepingAccelerator:
         return _queue(stream).record()
 
     def copy(self, stream: Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-        """A copy between contiguous bytes."""
-        _queue(stream).copy(target, source, source.nbytes / self._link_bytes_per_second)
+        """A copy between contiguous bytes. Nobody looks at those that an engine brings to the device."""
+        if self.link_bytes_per_second is None:
+            _queue(stream).copy(target, source)
+            return
+        seconds = source.nbytes / self.link_bytes_per_second
+        if stream is self.copy_in:
+            self.copy_in.sleep(seconds)
+        else:
+            _queue(stream).copy(target, source, seconds)
 
     def available_bytes(self) -> int:
         """Enough for any window."""
@@ -215,6 +231,11 @@ class SleepingAccelerator:
         """End the threads."""
         for stream in (self.compute, self.copy_in, self.copy_out):
             stream.close()
+
+
+def _ends_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether bytes that were equal once still are: what changes them changes their end too, or their beginning."""
+    return torch.equal(one[-_PROBED_BYTES:], other[-_PROBED_BYTES:])
 
 
 class _LeftOut(TorchDispatchMode):

@@ -74,7 +74,10 @@ def test_memory_is_read_and_written_by_the_kernel_copies_and_checksums(floors: M
     homes = {"params": host, "optimizer": host, "gradients": host, "commits": False}
     step = floors.step_demand(workload(floors, **homes))
     assert step.update.host_traffic_bytes == 1200 * 28
-    assert step.backwards[0].host_traffic_bytes == 1200 * (2 * 3 + 2 * 4 + 4)
+    assert step.backwards[0].host_traffic_bytes == 1200 * (3 + 4 + 4)
+    by_core, by_nothing = (floors.step_demand(workload(floors, copy_passes=n, **homes)) for n in (2, 0))
+    assert by_core.backwards[0].host_traffic_bytes == 1200 * (2 * 3 + 2 * 4 + 4)
+    assert by_nothing.backwards[0].host_traffic_bytes == 1200 * 4
     assert floors.expected_bytes(step)["nvme_read"] == 0
     on_cpu = floors.step_demand(workload(floors, copies=False, **homes))
     assert on_cpu.forwards[0] == floors.Demand()
