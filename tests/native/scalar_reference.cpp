@@ -26,7 +26,7 @@ float blend(float a, float b, float c, float d) { return add(mul(a, b), mul(c, d
 float adam_change(float grad, float moments[2], const float* k) {
   moments[0] = blend(k[0], moments[0], k[1], grad);
   moments[1] = blend(k[2], moments[1], k[3], mul(grad, grad));
-  const float denominator = add(div(root(moments[1]), k[4]), k[5]);
+  const float denominator = add(mul(root(moments[1]), k[4]), k[5]);
   return mul(k[6], div(moments[0], denominator));
 }
 

@@ -15,8 +15,9 @@ class AdamW(OffloadedOptimizer):
     """AdamW (Loshchilov and Hutter, 2019) for the parameters of an offloaded model.
 
     Arguments, param groups and `state_dict` are those of `torch.optim.AdamW`. Each operation is rounded once, in the
-    order `g *= factor; p *= 1 - lr*wd; m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*(g*g); d = sqrt(v)/sqrt(1-b2^t) + eps;
-    p -= (lr/(1-b1^t)) * (m/d)`, on every tier and CPU alike, so results are bit-equal wherever states live.
+    order `g *= factor; p *= 1 - lr*wd; m = b1*m + (1-b1)*g; v = b2*v + (1-b2)*(g*g);
+    d = sqrt(v)*(1/sqrt(1-b2^t)) + eps; p -= (lr/(1-b1^t)) * (m/d)`, on every tier and CPU alike, so results are
+    bit-equal wherever states live.
 
     Parameters
     ----------

@@ -13,7 +13,7 @@ struct Adam {
     float one_minus_beta1;
     float beta2;
     float one_minus_beta2;
-    float bias2_sqrt;  // sqrt(1 - beta2^t)
+    float root_factor;  // 1 / sqrt(1 - beta2^t)
     float eps;
     float step_size;  // lr / (1 - beta1^t)
   };
@@ -24,7 +24,7 @@ struct Adam {
     const Number grad = raw_grad * k.grad_factor + k.weight_decay * param;
     exp_avg = k.beta1 * exp_avg + k.one_minus_beta1 * grad;
     exp_avg_sq = k.beta2 * exp_avg_sq + k.one_minus_beta2 * (grad * grad);
-    const Number denominator = square_root(exp_avg_sq) / k.bias2_sqrt + k.eps;
+    const Number denominator = square_root(exp_avg_sq) * k.root_factor + k.eps;
     return param - k.step_size * (exp_avg / denominator);
   }
 };

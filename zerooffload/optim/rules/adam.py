@@ -12,7 +12,7 @@ from zerooffload.optim.rules.rule import Moment
 
 
 class AdamRule:
-    """Its scalars: grad_factor, weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, sqrt(1 - beta2^t), eps,
+    """Its scalars: grad_factor, weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, 1 / sqrt(1 - beta2^t), eps,
     lr / (1 - beta1^t).
     """
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from zerooffload.optim.rules.rule import Moment, divided, rounded_sqrt
+from zerooffload.optim.rules.rule import Moment, rounded_sqrt
 
 
 class AdamWRule:
-    """Its scalars: grad_factor, decay, beta1, 1 - beta1, beta2, 1 - beta2, sqrt(1 - beta2^t), eps,
+    """Its scalars: grad_factor, decay, beta1, 1 - beta1, beta2, 1 - beta2, 1 / sqrt(1 - beta2^t), eps,
     lr / (1 - beta1^t).
     """
 
@@ -35,15 +35,15 @@ class AdamWRule:
 def adam_scalars(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
     """What Adam and AdamW have in common, from beta1 on."""
     beta1, beta2 = group["betas"]
-    bias2_sqrt, step_size = math.sqrt(1.0 - beta2**step), float(group["lr"]) / (1.0 - beta1**step)
-    return (beta1, 1.0 - beta1, beta2, 1.0 - beta2, bias2_sqrt, group["eps"], step_size)
+    root_factor, step_size = 1.0 / math.sqrt(1.0 - beta2**step), float(group["lr"]) / (1.0 - beta1**step)
+    return (beta1, 1.0 - beta1, beta2, 1.0 - beta2, root_factor, group["eps"], step_size)
 
 
 def adam_change(moments: Sequence[torch.Tensor], grad: torch.Tensor, scalars: Sequence[float]) -> torch.Tensor:
     """Step the moments; what is to be subtracted from the parameter."""
     exp_avg, exp_avg_sq = moments
-    beta1, one_minus_beta1, beta2, one_minus_beta2, bias2_sqrt, eps, step_size = scalars
+    beta1, one_minus_beta1, beta2, one_minus_beta2, root_factor, eps, step_size = scalars
     exp_avg.mul_(beta1).add_(grad.mul(one_minus_beta1))
     exp_avg_sq.mul_(beta2).add_(grad.mul(grad).mul_(one_minus_beta2))
-    denominator = divided(rounded_sqrt(exp_avg_sq), bias2_sqrt).add_(eps)
+    denominator = rounded_sqrt(exp_avg_sq).mul_(root_factor).add_(eps)
     return exp_avg.div(denominator).mul_(step_size)

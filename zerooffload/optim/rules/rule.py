@@ -89,8 +89,3 @@ def rounded_sqrt(value: torch.Tensor) -> torch.Tensor:
     two more, so rounding its root again is right (Figueroa, "When is double rounding innocuous?", SIGNUM 1995).
     """
     return value.double().sqrt_().float()
-
-
-def divided(value: torch.Tensor, divisor: float) -> torch.Tensor:
-    """`value / divisor`, rounded once: torch's CUDA division by a Python number multiplies by the reciprocal."""
-    return value.div(torch.full((), divisor, dtype=torch.float32, device=value.device))
