@@ -91,6 +91,10 @@ class MemoryBlock:
     def drop_ahead(self, chunk: int) -> None:
         """The other place's content never counted."""
 
+    def close(self) -> None:
+        """Give the memory back, but for what parameters show of it; nothing else can be done with the block then."""
+        self._places.clear()
+
     def _record(self, chunk: int, *, ahead: bool = False) -> torch.Tensor:
         offset = self.layout.record_offset(chunk)
         place = self._places[self._current[chunk] ^ ahead]
@@ -117,6 +121,7 @@ class MemoryTier:
         self._rounded_nbytes = rounded_nbytes
         self._take_memory = take_memory
         self._leases: list[Lease] = []
+        self._blocks: list[MemoryBlock] = []
 
     def block_nbytes(self, layout: RecordLayout, kept: Kept | None = None, num_places: int = 1) -> int:  # noqa: ARG002 - memory keeps nothing
         """As the allocator rounds it, for each place."""
@@ -134,20 +139,27 @@ class MemoryTier:
         """Memory for all records."""
         self._leases.append(self.budget.lease(self.block_nbytes(layout, num_places=num_places), holder))
         places = [self._take_memory(layout.memory_nbytes) for _ in range(num_places)]
-        return MemoryBlock(layout, places, self._spaces, self._transfers, name=name)
+        return self._made(MemoryBlock(layout, places, self._spaces, self._transfers, name=name))
 
     def share(
         self, layout: RecordLayout, holder: str, memory: torch.Tensor, num_sharers: int, name: str
     ) -> MemoryBlock:
         """A block in memory that so many processes have, each of which leases its part."""
         self._leases.append(self.budget.lease(shared_part_nbytes(memory.numel(), num_sharers), holder))
-        return MemoryBlock(layout, [memory], self._spaces, self._transfers, name=name)
+        return self._made(MemoryBlock(layout, [memory], self._spaces, self._transfers, name=name))
+
+    def _made(self, block: MemoryBlock) -> MemoryBlock:
+        self._blocks.append(block)
+        return block
 
     def reserve(self) -> None:
         """Memory is taken when it is allocated."""
 
     def close(self) -> None:
-        """Give the leases back; the memory goes with the blocks."""
+        """Give memory and leases back, whoever still holds the blocks: runs are cycles, which are collected late."""
+        for block in self._blocks:
+            block.close()
+        self._blocks.clear()
         for lease in self._leases:
             lease.release()
         self._leases.clear()

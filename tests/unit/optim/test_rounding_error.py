@@ -38,7 +38,8 @@ def test_adamw_is_off_by_no_more_than_its_roundings(kernels, num_steps: int) -> 
       later step (b1, product, sum): 3 t at most. So |dm| <= gamma(3 t) M, where M is the sum of the terms' magnitudes.
     - v = sum of b2^(t-s) (1-b2) g_s^2. One more when it comes, for the square: 3 t + 1. All terms are positive, so v is
       off by a factor within gamma(3 t + 1), and its root as well (a root halves a relative error).
-    - d = sqrt(v) (1 / sqrt(1-b2^t)) + eps: root, bias, product and sum; eps itself has 2 of these: 3 t + 5, all positive.
+    - d = sqrt(v) (1 / sqrt(1-b2^t)) + eps: root, bias, product and sum; eps itself has 2 of these: 3 t + 5, all
+      positive.
     - c = (lr / (1-b1^t)) (m / d): division, scalar and product: |dc| <= gamma(3 t + 3 t + 5 + 3) c' (with M for m).
     - p = p0 decay^T - sum over t of c_t decay^(T-t): p0 has 3 in each step (decay, product, difference), c_t has 1 when
       it comes and 3 in each later step. So
