@@ -209,6 +209,10 @@ class GradientPath:
         except BaseException as error:
             self._lose(error, [part for part, _ in self._flats])
             raise
+        self.give_back()
+
+    def give_back(self) -> None:
+        """Wait until no gradient leaves the device any more, and give the memory back in which they were gathered."""
         while self._leaving:
             self._give_back_oldest()
 

@@ -150,6 +150,16 @@ class Residency:
                 )
             self._evict(unit)
 
+    def close(self) -> None:
+        """Give the memory of all units back but of those in use; their parameters show nothing any more.
+
+        No other rank need do the same: what is under way is not waited for with them.
+        """
+        for unit in [unit for unit in self._fetches if not self._in_use[unit]]:
+            self._cancel(unit, self._fetches.pop(unit))
+        for unit in self._idle():
+            self._evict(unit)
+
     def _idle(self) -> list[Unit]:
         return [unit for unit in self._full if not self._in_use[unit]]
 
@@ -188,9 +198,7 @@ class Residency:
             for part in unit.moving_parts:
                 part.flat.check_untouched()
         except BaseException:
-            self._fetcher.cancel(fetch)
-            unit.state.to(ShardState.AT_HOME)
-            self._give_back(unit)
+            self._cancel(unit, fetch)
             raise
         unit.state.to(ShardState.STAGED)
         unit.state.to(ShardState.GATHERING)
@@ -204,6 +212,11 @@ class Residency:
         self._full[unit] = None
         for part in unit.moving_parts:
             part.flat.show_full()
+
+    def _cancel(self, unit: Unit, fetch: Fetch) -> None:
+        self._fetcher.cancel(fetch)
+        unit.state.to(ShardState.AT_HOME)
+        self._give_back(unit)
 
     def _gather(self, part: UnitFlat) -> None:
         """Join what the ranks have updated."""

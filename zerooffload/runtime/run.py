@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zerooffload.checkpoint.manifest import RunEntry
 from zerooffload.config import TierName
-from zerooffload.errors import ConfigError
+from zerooffload.errors import ConfigError, ZeroOffloadError
 from zerooffload.journal.values import from_json, to_json
 from zerooffload.optim.kernels import Kernels
 from zerooffload.optim.optimizer import ScalarsOf
@@ -473,6 +473,7 @@ class Run:
         try:
             if os.getpid() == self._owner:
                 self._updates.finish()
+                self._leave_device()
         except Exception as error:  # noqa: BLE001 - raised below, when everything is given back
             failure = None if has_told else error
         # Not before: after Ctrl-C it can be called again.
@@ -495,6 +496,12 @@ class Run:
                 raise
         if failure is not None:
             raise failure
+
+    def _leave_device(self) -> None:
+        """Give the device's memory back now, not when the run is collected; after a failure it goes with the run."""
+        with suppress(ZeroOffloadError):
+            self._gradients.give_back()
+            self._residency.close()
 
     @property
     def rule(self) -> Rule:
