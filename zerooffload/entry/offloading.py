@@ -169,7 +169,7 @@ def reclaim_device(model: nn.Module) -> None:
 
 
 def close(model: nn.Module) -> None:
-    """End a run: give budgets, files and the directory back. Again, or on a model never offloaded, does nothing.
+    """End a run: give memory, files and the directory back, now. Again, or on a model never offloaded, does nothing.
 
     The files of a run whose steps are committed stay, so that `resume` can continue it. Otherwise values whose home the
     device could not use are gone with it: save the model before.

@@ -84,6 +84,14 @@ class DeviceTier(MemoryTier):
             item.lease.release()
         self._set_aside.clear()
 
+    def close(self) -> None:
+        """Also what was set aside."""
+        super().close()
+        self._ranges.clear()
+        for item in self._set_aside:
+            item.lease.release()
+        self._set_aside.clear()
+
     def _take_range(self, nbytes: int) -> torch.Tensor:
         memory = self._accelerator.reserve(nbytes)
         memory.fill()

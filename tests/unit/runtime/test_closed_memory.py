@@ -29,9 +29,10 @@ def _nothing_is_collected() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_nothing_is_collected")
-def test_homes_in_memory() -> None:
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_homes_in_memory(tier: Literal["device", "host"]) -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_LAYERS)))
-    zo.offload(model, zo.OffloadConfig(params="host", optimizer="host", gradients="host"))
+    zo.offload(model, zo.OffloadConfig(params=tier, optimizer=tier, gradients=tier))
     optimizer = zo.AdamW(model.parameters())
     model(torch.ones(2, WIDTH)).sum().backward()
     optimizer.step()
