@@ -1,4 +1,4 @@
-"""A run that cannot be built gives back all that it took, at once: also while somebody keeps the error."""
+"""A run that cannot be built, or not ended in order, gives back all that it took: also while the error is kept."""
 
 from __future__ import annotations
 
@@ -60,3 +60,21 @@ def test_whatever_fails_after_its_memory_was_taken(
         assert not any(directory.is_held for directory in taken[0].nvme.directories)
         with simulated() as another:
             build.build_run(make_net(), settings, another).close()
+
+
+def test_a_copy_that_failed_keeps_nothing_when_the_run_ends(
+    make_net: Callable[[], nn.Module], nvme: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = zo.OffloadConfig(params="nvme", optimizer="nvme", nvme_paths=[nvme], atomic_steps=False)
+    with simulated() as environment:
+        resources = build.build_run(make_net(), settings, environment)._resources
+
+        def fail(*_: object) -> None:
+            raise _WrongError
+
+        with monkeypatch.context() as patch:
+            patch.setattr(environment.accelerator, "record", fail)
+            with pytest.raises(_WrongError):
+                resources.close()
+        assert [usage.leased_bytes for usage in resources.usage()] == [0, 0, 0]
+        assert not any(directory.is_held for directory in resources.nvme.directories)
