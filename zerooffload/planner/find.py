@@ -127,6 +127,7 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
+@_without_collections()
 def find_plan(request: Request) -> Plan:
     """The plan.
 
@@ -147,7 +148,6 @@ def find_plan(request: Request) -> Plan:
     return _plan_of(request, best)
 
 
-@_without_collections()
 def _best_of(variants: Sequence[_Variant]) -> _Found | None:
     best: _Found | None = None
     has_many_units = len(variants[0].wish.problem.layouts) > _MANY_UNITS
@@ -205,7 +205,6 @@ def _quickest(variant: _Variant, plans: Sequence[AnnouncedPlan], best: _Found | 
     return chosen if chosen.seconds < best.seconds * (1 - WORTH) else None
 
 
-@_without_collections()
 def _plan_of(request: Request, found: _Found) -> Plan:
     variant, announced = found.variant, found.announced
     problem, kind, homes = variant.wish.problem, variant.kind_of(announced), homes_of(announced)

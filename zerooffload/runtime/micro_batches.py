@@ -12,7 +12,7 @@ from zerooffload.runtime.resources import Parts, Resources
 from zerooffload.runtime.run import Run
 from zerooffload.runtime.sliced_block import SlicedBlock, Slicing
 from zerooffload.runtime.slicing import Rule, check_declared
-from zerooffload.sharding.grouping import UnitModules
+from zerooffload.sharding.grouping import UnitModules, modules_around
 
 
 def check_blocks(found: Sequence[UnitModules], config: OffloadConfig, inputs: BlockInputs) -> None:
@@ -23,11 +23,11 @@ def check_blocks(found: Sequence[UnitModules], config: OffloadConfig, inputs: Bl
     ConfigError
         If one has another unit inside, or a rule is declared for a unit that is none of them.
     """
-    for name in inputs.homes:
-        inner = next((unit.name for unit in found if unit.name.startswith(f"{name}.")), None)
-        if inner is not None:
+    for unit in found:
+        outer = next((name for name in modules_around(unit.name)[:-1] if name in inputs.homes), None)
+        if outer is not None:
             raise ConfigError(
-                f"unit {inner} lies inside unit {name}, whose forward is computed again in backward: cut the model"
+                f"unit {unit.name} lies inside unit {outer}, whose forward is computed again in backward: cut the model"
                 ' into units side by side, OffloadConfig(units=...), or set activations to "keep" for the outer one'
             )
     check_declared(config.slice_rules, list(inputs.homes))

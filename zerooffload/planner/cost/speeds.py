@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from zerooffload.errors import ConfigError
 from zerooffload.planner.profiles import Drive, MachineProfile, PassWork
@@ -48,9 +49,8 @@ class Speeds:
         ConfigError
             If the machine's profile has no rate for a dtype.
         """
-        device = self.machine.device
-        rates: Mapping[str, float] = {str(name): rate for name, rate in device.matmul_flops.items()}
-        missing = sorted(set(work.flops) - set(rates))
+        device, rates = self.machine.device, self._matmul_rates
+        missing = sorted(work.flops.keys() - rates.keys())
         if missing:
             raise ConfigError(
                 f"the profile of {self.machine.name} has no rate of matrix products in {missing[0]}: add it to"
@@ -60,6 +60,10 @@ class Speeds:
         others = work.memory_bytes / device.memory_bandwidth + work.num_operations * device.operation_seconds
         first_touches = work.new_bytes / self.first_touch if device.shares_host_memory else 0.0
         return self.corrected("compute", products + others + first_touches)
+
+    @cached_property
+    def _matmul_rates(self) -> Mapping[str, float]:
+        return {str(name): rate for name, rate in self.machine.device.matmul_flops.items()}
 
     @property
     def visit_seconds(self) -> float:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from zerooffload.config import UpdateMode
 from zerooffload.planner.admission import AnnouncedPlan
 from zerooffload.planner.cost.chunks_in_ring import ChunksInRing
-from zerooffload.planner.cost.demand import Demand, InputTraffic, input_traffic, may_go_ahead, unit_demands
+from zerooffload.planner.cost.demand import Demand, InputTraffic, input_traffic, may_go_ahead, total, unit_demands
 from zerooffload.planner.cost.lanes import Task, Timing, busiest_seconds, run_lanes
 from zerooffload.planner.cost.speeds import Speeds
 from zerooffload.planner.cost.task_list import RING, Lane, TaskList, pairs_of
@@ -101,7 +101,7 @@ def simulate_step(plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind
     begin, middle, end = (timing.ends[number] for number in ends[-3:])
     return SimulatedStep(
         seconds=(end - begin) / 2,
-        moved=steps.moved_by_step[-2].mean_with(steps.moved),
+        moved=total(steps.moved_by_step[-2]).mean_with(total(steps.moved_by_step[-1])),
         busy=_busy(steps.tasks[ends[-2] + 1 : ends[-1] + 1]),
         spans=_spans(steps.tasks, timing, middle, end),
     )
@@ -161,11 +161,14 @@ class _Steps:
 
     def __init__(self, plan: AnnouncedPlan, model: ModelProfile, speeds: Speeds, kind: StepKind) -> None:
         self._add = TaskList(speeds, shares_host=plan.placement.reach.device_shares_host)
-        self.moved_by_step: list[Demand] = []
+        self.moved_by_step: list[list[Demand]] = []
         self._speeds, self._kind = speeds, kind
         self._placement = plan.placement
         self._shares_host = plan.placement.reach.device_shares_host
-        self._works = {work.name: work for work in model.units}
+        self._input_nbytes = {work.name: work.input_nbytes * kind.num_slices for work in model.units}
+        seconds_of = speeds.compute_seconds
+        self._forward_seconds = {work.name: seconds_of(work.forward) * kind.num_slices for work in model.units}
+        self._backward_seconds = {work.name: seconds_of(work.backward) * kind.num_slices for work in model.units}
         self._demands = unit_demands(plan.placement)
         self._needs = {unit.name: unit.needs for unit in plan.placement.units}
         blocks = [work.name for work in model.units if work.name != _ROOT and work.name in self._needs]
@@ -199,7 +202,7 @@ class _Steps:
 
     def add_step(self) -> int:
         """Another step; the position of the last task of the thread that trains."""
-        self.moved_by_step.append(Demand())
+        self.moved_by_step.append([])
         self._come: set[str] = set()
         self._present: dict[str, list[int]] = {}
         self._computed: list[int] = []
@@ -218,16 +221,11 @@ class _Steps:
 
     def follow_another(self) -> None:
         """Let the first step find in host memory what a step before it left there, and no tasks of that one."""
-        self.moved_by_step.append(Demand())
+        self.moved_by_step.append([])
         self._ring.leave(self._update_order(), is_backwards=self._is_backwards())
 
-    @property
-    def moved(self) -> Demand:
-        """In the last step."""
-        return self.moved_by_step[-1]
-
     def _moves(self, demand: Demand) -> None:
-        self.moved_by_step[-1] += demand
+        self.moved_by_step[-1].append(demand)
 
     def last(self) -> list[Task]:
         """The last step's."""
@@ -267,15 +265,15 @@ class _Steps:
 
     def _add_forward(self) -> None:
         for name in self._forward:
-            self._visit(name, 0.0 if name == _ROOT else self._forward_seconds(name), "forward")
+            self._visit(name, 0.0 if name == _ROOT else self._forward_seconds[name], "forward")
             self._keep_input(name)
-        self._compute(self._forward_seconds(_ROOT), [], f"{_ROOT} forward")
+        self._compute(self._forward_seconds[_ROOT], [], f"{_ROOT} forward")
 
     def _add_backward(self, *, is_first: bool) -> None:
         for name in self._backward:
-            seconds = self._speeds.compute_seconds(self._works[name].backward) * self._kind.num_slices
+            seconds = self._backward_seconds[name]
             if name in self._kind.computed_again:
-                seconds += self._forward_seconds(name)
+                seconds += self._forward_seconds[name]
             whole = [unit for unit in self._needs[name] if self._last_use[unit] == name]
             added = sum(self._demands[unit].gradient_at_home for unit in whole)
             seconds += added * (2 if is_first else 3) / self._speeds.host_memory
@@ -287,9 +285,6 @@ class _Steps:
             departed = [task for unit in whole for task in self._leave(unit, is_first=is_first)]
             if departed:
                 self._departures.append(departed)
-
-    def _forward_seconds(self, name: str) -> float:
-        return self._speeds.compute_seconds(self._works[name].forward) * self._kind.num_slices
 
     def _visit(self, name: str, seconds: float, what: str, after: Sequence[int] = ()) -> None:
         for arrival in self._arrivals.get(len(self._computed), ()):
@@ -310,8 +305,9 @@ class _Steps:
         demand = unit.first_arrival if is_first else unit.arrival
         held = self._ring.part_for_visit(name, is_first=is_first, is_beside_update=self._is_beside_update)
         # What is in host memory is copied from there; a device gets all of it so.
-        lent = held * unit.lent_nbytes
-        demand = replace(demand, nvme_read=demand.nvme_read * (1 - held), copy_in=demand.copy_in + lent)
+        if held:
+            lent = held * unit.lent_nbytes
+            demand = replace(demand, nvme_read=demand.nvme_read * (1 - held), copy_in=demand.copy_in + lent)
         self._come.add(name)
         self._moves(demand)
         # What computes in the thread that trains sends for it between two visits.
@@ -370,7 +366,7 @@ class _Steps:
         """A unit's update, in some pieces; what must be over for its states to be home."""
         unit = self._demands[name]
         kept = self._ring.part_for_update(name) * unit.staged_nbytes
-        demand = replace(unit.update, nvme_read=unit.update.nvme_read - kept)
+        demand = replace(unit.update, nvme_read=unit.update.nvme_read - kept) if kept else unit.update
         self._moves(demand)
         num_pieces = max(1, min(_MOST_PIECES, len(unit.chunk_numels)))
         self._renewed[name], self._at_home[name] = [], []
@@ -391,8 +387,7 @@ class _Steps:
 
     def _input_traffic(self, name: str) -> InputTraffic:
         home = self._placement.block_inputs.homes.get(name)
-        nbytes = self._works[name].input_nbytes * self._kind.num_slices
-        return input_traffic(home, nbytes, self._placement.reach)
+        return input_traffic(home, self._input_nbytes[name], self._placement.reach)
 
     def _keep_input(self, name: str) -> None:
         out, written = self._input_traffic(name)

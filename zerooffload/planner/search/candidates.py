@@ -25,6 +25,8 @@ T = TypeVar("T")
 KindsFound: TypeAlias = dict[tuple[MomentFormat, bool], list[Kind]]
 """Of units, by the format of moments and whether second places are counted: of what a plan chooses, or a refusal
 proposes, costs of homes depend on these alone."""
+Searched: TypeAlias = dict[tuple[bytes, bool], Best | None]
+"""What a search finds, by its budgets and whether second places are counted: nothing else changes for a wish."""
 _Fitting: TypeAlias = tuple[TierChoices, AnnouncedPlan]
 """Homes, and the plan with them."""
 
@@ -52,6 +54,8 @@ class Wish:
         Where "auto" may put a state.
     kinds : KindsFound
         As far as they have been asked for. Wishes of one request share them.
+    searched : Searched
+        As far as has been searched. A wish that is changed begins anew.
     """
 
     problem: PlacementProblem
@@ -62,6 +66,7 @@ class Wish:
     passes: PassCosts = IDLE
     tiers: Sequence[TierName]
     kinds: KindsFound = field(default_factory=dict)
+    searched: Searched = field(default_factory=dict, init=False)
 
 
 def counted_seconds(wish: Wish) -> float:
@@ -169,7 +174,10 @@ def _kinds(wish: Wish, *, doubled: bool) -> list[Kind]:
 
 
 def _search(wish: Wish, setting: Setting, *, doubled: bool) -> Best | None:
-    return HomeSearch(_kinds(wish, doubled=doubled), setting).run()
+    key = setting.limits.tobytes(), doubled
+    if key not in wish.searched:
+        wish.searched[key] = HomeSearch(_kinds(wish, doubled=doubled), setting).run()
+    return wish.searched[key]
 
 
 def _searched(wish: Wish, *, host_part: float, doubled: bool) -> _Fitting | None:

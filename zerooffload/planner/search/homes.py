@@ -118,6 +118,8 @@ class HomeSearch:
         # Of each move of a unit, the place that it leaves and the one that it takes.
         self._sources, self._targets = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
         self._changes = self._costs[:, self._targets] - self._costs[:, self._sources]
+        self._limits = setting.limits[:, None]
+        self._budgets = np.maximum(self._limits, 1.0)
 
     def run(self) -> Best | None:
         """The best that was found; None if nothing fits."""
@@ -161,14 +163,14 @@ class HomeSearch:
         over = float(self._over(totals[:, None])[0])
         if over <= 0:
             return None
-        moves = np.flatnonzero(counts[self._sources])
+        moves = self._possible(counts)
         relief = over - self._over(totals[:3, None] + self._changes[:3, moves])
-        useful = np.flatnonzero(relief > _LEAST_RELIEF)
+        useful = (relief > _LEAST_RELIEF).nonzero()[0]
         if not len(useful):
             return None
         moves, relief = moves[useful], relief[useful]
         seconds = self._seconds(self._with_each(totals, moves))
-        best = int(np.argmin((seconds[1:] - seconds[0]) / relief))
+        best = int(((seconds[1:] - seconds[0]) / relief).argmin())
         return int(moves[best]), ceil(over / relief[best])
 
     def _stays_most_efficient(self, counts: NDArray[np.int64], move: int, times: int) -> bool:
@@ -187,7 +189,7 @@ class HomeSearch:
                 return
 
     def _better_once(self, counts: NDArray[np.int64]) -> bool:
-        moves = np.flatnonzero(counts[self._sources])
+        moves = self._possible(counts)
         plans = self._with_each(self._totals(counts), moves)
         over, seconds = self._over(plans), self._seconds(plans)
         worthwhile = seconds[0] * (1 - WORTH)
@@ -208,10 +210,15 @@ class HomeSearch:
         counts[:] = tried
         return True
 
+    def _possible(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Moves of which there is a unit to move."""
+        return counts[self._sources].nonzero()[0]
+
     def _with_each(self, totals: Vector, moves: NDArray[np.int64]) -> Vector:
         """Of a plan without a move and with each of these, a column of totals."""
-        plans = np.repeat(totals[:, None], 1 + len(moves), axis=1)
-        plans[:, 1:] += self._changes[:, moves]
+        plans = np.empty((len(totals), 1 + len(moves)))
+        plans[:, 0] = totals
+        np.add(totals[:, None], self._changes[:, moves], out=plans[:, 1:])
         return plans
 
     def _make(self, counts: NDArray[np.int64], move: int, times: int = 1) -> None:
@@ -223,14 +230,13 @@ class HomeSearch:
 
     def _over(self, plans: Vector) -> Vector:
         """By how much each of several plans exceeds budgets, in budgets."""
-        limits = self._setting.limits[:, None]
-        return np.asarray((np.maximum(0.0, plans[:3] - limits) / np.maximum(limits, 1.0)).sum(axis=0))
+        return np.asarray(np.add.reduce(np.maximum(0.0, plans[:3] - self._limits) / self._budgets, axis=0))
 
     def _seconds(self, plans: Vector) -> Vector:
         """Of each of several plans; see docs/overlap.md."""
         anyway, again = plans[4:].reshape(2, *self._passes.shape[:2], -1)
         parts = anyway + self._passes + again * (1 - self._held_part(plans))
-        return np.asarray(self._busiest(parts).sum(axis=0))
+        return np.asarray(np.add.reduce(self._busiest(parts), axis=0))
 
     def _held_part(self, plans: Vector) -> Vector:
         tier, moving = self._setting.window_tier, plans[3]
@@ -243,8 +249,8 @@ class HomeSearch:
         together = 2 * np.minimum(read, write)
         drive = read + write - together + together / self._setting.speeds.drive_mix
         cores = parts[:, _CPU] + parts[:, _COMPUTE] if self._setting.shares_host else parts[:, _CPU]
-        busiest = np.maximum(np.maximum(drive, cores), parts.max(axis=1))
-        return np.asarray(busiest + _TIE * parts.sum(axis=1))
+        busiest = np.maximum(np.maximum(drive, cores), np.maximum.reduce(parts, axis=1))
+        return np.asarray(busiest + _TIE * np.add.reduce(parts, axis=1))
 
 
 def _column(cost: HomeCost, parts: Sequence[_Part]) -> Vector:
