@@ -10,7 +10,7 @@ import torch
 from support.rank_training import MAX_NORM, NUM_MICRO_STEPS, NUM_STEPS
 from support.ranks import run_ranks
 from support.tensor_parallel import Case, train_cut_models
-from support.tensor_parallel_checks import check_apart
+from support.tensor_parallel_checks import check_apart, check_checkpoints
 
 WORLD_SIZE = 4
 CASES = [
@@ -120,6 +120,7 @@ def test_what_cannot_be_offloaded_is_refused_on_every_rank(found: list[dict[str,
         assert "of 2 dimensions" in said["two dimensions"]
         assert "cut over several meshes" in said["two meshes"]
         assert "still to be made" in said["partial"]
+        assert "expected [4, 8]: cut it with Shard" in said["uneven"]
         assert "model.to_empty" in said["meta"]
         assert "DTensor of TwoTensors" in said["subclass"]
         assert "module blocks.0 is cut and compiled" in said["compiled"]
@@ -128,3 +129,30 @@ def test_what_cannot_be_offloaded_is_refused_on_every_rank(found: list[dict[str,
         assert "hooks, weak references or a graph" in said["hook of a node"]
         assert "unit blocks.0 gets a DTensor" in said["activations"]
         assert "has cut the head" in said["sliced loss"]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank has found out about checkpoints."""
+    return run_ranks(check_checkpoints, WORLD_SIZE, str(tmp_path_factory.mktemp("saved")))
+
+
+def test_a_checkpoint_goes_into_other_cuts_and_back(saved: list[dict[str, Any]]) -> None:
+    """Of two parts into four and one, whose checkpoints two parts continue as if nothing had been."""
+    for of_rank in [of_rank["save_and_load"] for of_rank in saved]:
+        assert of_rank["differing"] == []
+        assert len(of_rank["continued"]) == 6
+        for each in of_rank["continued"]:
+            check(**each, done=2)
+
+
+def test_a_checkpoint_goes_into_a_whole_model_and_back(saved: list[dict[str, Any]]) -> None:
+    """8-bit moments are rounded to the blocks of each cut."""
+    for of_rank in [of_rank["load_into_whole_model"] for of_rank in saved]:
+        assert len(of_rank) == 4
+        assert all(differing == [] for differing in of_rank.values()), of_rank
+
+
+def test_cut_stages_with_the_same_names_are_not_saved(saved: list[dict[str, Any]]) -> None:
+    for of_rank in saved:
+        assert "two stages of the pipeline have a parameter" in of_rank["save_cut_stages"]

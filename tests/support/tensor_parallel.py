@@ -143,6 +143,7 @@ class Case:
     update: str = "after_backward"
     micro_batch_size: int | None = None
     compute_dtype: str | None = None
+    moments: str = "fp32"
 
     def __str__(self) -> str:
         slices = "-sliced" if self.micro_batch_size else ""
@@ -171,7 +172,12 @@ def tokens_of(step: int, micro_step: int, replica: int) -> torch.Tensor:
 
 def two_by_two() -> DeviceMesh:
     """Of replicas and of the ranks that have parts of one."""
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return mesh_of(2, 2)
+
+
+def mesh_of(num_replicas: int, num_parts: int) -> DeviceMesh:
+    """Of so many replicas, and ranks that have parts of one."""
+    return init_device_mesh("cpu", (num_replicas, num_parts), mesh_dim_names=("dp", "tp"))
 
 
 class CutReplicas(EmulatedRanks):
@@ -239,6 +245,7 @@ class CutModel:
             accumulation_steps=NUM_MICRO_STEPS,
             micro_batch_size=case.micro_batch_size,
             compute_dtype=case.compute_dtype,
+            moments=case.moments,
         )
         zo.offload(self.model, config, process_group=mesh["dp"])
         self.optimizer = zo.AdamW(self.model.parameters(), **OPTIONS)

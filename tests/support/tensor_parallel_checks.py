@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from support.tensor_parallel import (
     local_copy,
     local_values,
     loss_of,
+    mesh_of,
     tokens_of,
     train_plain,
     two_by_two,
@@ -37,6 +38,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zerooffload as zo
 from zerooffload.journal.history import record_path
+from zerooffload.optim import low_bits
 from zerooffload.sharding.collectives import GroupCollectives, PartCollectives, SingleRank, gather_from_all
 
 ON_HOST: Homes = ("host", "host", "host")
@@ -120,6 +122,101 @@ def continue_as_another_part(_rank: int, _world_size: int, folder: str) -> str:
     return error_of(lambda: CutModel(folder, case, other))
 
 
+def save_and_load(_rank: int, _world_size: int, folder: str) -> dict[str, Any]:
+    """Which states differ after a checkpoint went into other cuts and none, and how training goes on from there."""
+    cases = [
+        Case("sequence parallel", 3, ("nvme", "nvme", "host"), compute_dtype="bf16"),
+        Case("tied", 1, ON_HOST),
+        Case("partly frozen, checkpointed", 2, ("host", "nvme", "host"), "during_backward"),
+    ]
+    differing, continued = list[str](), list[dict[str, Any]]()
+    for case in cases:
+        own = Path(folder, str(case))
+        own.mkdir(exist_ok=True)
+        first = CutModel(str(own / "first"), case, two_by_two())
+        states = _after_steps(first, 2)
+        zo.save(own / "saved", first.model, first.optimizer, extra="of the first")
+        zo.close(first.model)
+        plain = train_plain(case, two_by_two())
+        for num_replicas, num_parts in ((4, 1), (1, 4)):
+            other = CutModel(str(own / f"of {num_parts}"), case, mesh_of(num_replicas, num_parts))
+            assert zo.load(own / "saved", other.model, other.optimizer) == "of the first"
+            differing += _differing(states, whole_states(other.model, other.optimizer))
+            zo.save(own / f"of {num_parts} parts", other.model, other.optimizer)
+            zo.close(other.model)
+            again = CutModel(str(own / f"after {num_parts}"), case, two_by_two())
+            zo.load(own / f"of {num_parts} parts", again.model, again.optimizer)
+            continued.append({"plain": plain, "offloaded": again.train(2)})
+    return {"differing": differing, "continued": continued}
+
+
+def load_into_whole_model(_rank: int, _world_size: int, folder: str) -> dict[str, list[str]]:
+    """Which states differ of a model that is not cut, by the format of moments; there and back."""
+    differing: dict[str, list[str]] = {}
+    for moments in ("fp32", "8bit"):
+        own = Path(folder, moments)
+        own.mkdir(exist_ok=True)
+        case = Case("plain norms", 3, ON_HOST, moments=moments)
+        first = CutModel(str(own / "first"), case, two_by_two())
+        states = _after_steps(first, 2)
+        zo.save(own / "saved", first.model, first.optimizer)
+        zo.close(first.model)
+        model = Model()
+        zo.offload(model, zo.OffloadConfig(threads=1, host_memory="32MiB", moments=moments))
+        optimizer = zo.AdamW(model.parameters(), **OPTIONS)
+        zo.load(own / "saved", model, optimizer)
+        if moments == "8bit":
+            states |= {name: _in_8_bits(name, value) for name, value in states.items() if "exp_avg" in name}
+        differing[moments] = _differing(states, whole_states(model, optimizer))
+        zo.save(own / "whole", model, optimizer)
+        zo.close(model)
+        again = CutModel(str(own / "again"), case, two_by_two())
+        zo.load(own / "whole", again.model, again.optimizer)
+        params = [name for name, _ in again.model.named_parameters()]
+        found = _differing(states, whole_states(again.model, again.optimizer))
+        differing[f"{moments} again"] = [name for name in found if moments != "8bit" or name in params]
+        zo.close(again.model)
+    return differing
+
+
+def save_cut_stages(_rank: int, _world_size: int, folder: str) -> str:
+    """What is said to two stages of a pipeline, each cut in two, that have the same names."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+    model = cut_model("plain norms", mesh["tp"])
+    zo.offload(model, zo.OffloadConfig(threads=1), process_group=mesh["dp"], pipeline_group=mesh["pp"])
+    said = error_of(lambda: zo.save(folder, model, zo.AdamW(model.parameters(), **OPTIONS)))
+    zo.close(model)
+    return said
+
+
+def whole_states(model: nn.Module, optimizer: zo.AdamW) -> dict[str, torch.Tensor]:
+    """Copies of parameters and what the optimizer has of them, all of each on each rank."""
+    found = {name: whole(value).clone() for name, value in model.state_dict().items()}
+    for number, entry in optimizer.state_dict()["state"].items():
+        # Gloo gathers no int16.
+        found |= {f"{number} {name}": whole(value.to(torch.float64)).clone() for name, value in entry.items()}
+    return found
+
+
+def _after_steps(cut_up: CutModel, num_steps: int) -> dict[str, torch.Tensor]:
+    for step in range(num_steps):
+        cut_up.step(step)
+    return whole_states(cut_up.model, cut_up.optimizer)
+
+
+def _differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Names of what is not the same, to the bit."""
+    names = one.keys() | other.keys()
+    return sorted(name for name in names if not torch.equal(one[name], other[name]))
+
+
+def _in_8_bits(name: str, value: torch.Tensor) -> torch.Tensor:
+    """A moment as it is rounded to the blocks of the whole parameter."""
+    non_negative = name.endswith("exp_avg_sq")
+    codes, exponents = low_bits.encode(value.float().flatten(), low_bits.NEAREST, non_negative=non_negative)
+    return low_bits.decode(codes, exponents, non_negative=non_negative).view(value.shape).double()
+
+
 def call_ordinary(_rank: int, _world_size: int, folder: str) -> dict[str, Any]:
     """What ordinary calls do to an offloaded model; by what is done."""
     mesh = two_by_two()
@@ -138,8 +235,6 @@ def call_ordinary(_rank: int, _world_size: int, folder: str) -> dict[str, Any]:
         "add": error_of(lambda: weight.detach().add_(1)),
     }
     checkpoints: dict[str, Callable[[], Any]] = {
-        "zo.save": lambda: zo.save(folder, model, cut_up.optimizer),
-        "zo.load": lambda: zo.load(folder, model, cut_up.optimizer),
         "zo.save_dcp": lambda: zo.save_dcp(folder, model, cut_up.optimizer),
         "zo.load_dcp": lambda: zo.load_dcp(folder, model, cut_up.optimizer),
         "zo.load_deepspeed": lambda: zo.load_deepspeed(folder, model, cut_up.optimizer),
@@ -255,6 +350,7 @@ def refused(_rank: int, _world_size: int) -> dict[str, str]:
     node.register_prehook(lambda grads: grads)
     compiled = cut()
     compiled.blocks[0].compile()
+    uneven = torch.zeros(3 if row.get_local_rank() else 5, 8)
     return {
         "no group": said(cut(), process_group=None),
         "same group": said(cut(), process_group=row),
@@ -263,6 +359,7 @@ def refused(_rank: int, _world_size: int) -> dict[str, str]:
         "two dimensions": said(of_tensor(distribute_tensor(ones, mesh, [Replicate(), Shard(0)]))),
         "two meshes": said(two_meshes),
         "partial": said(of_tensor(DTensor.from_local(ones, row, [Partial()]))),
+        "uneven": said(of_tensor(DTensor.from_local(uneven, row, [Shard(0)], shape=(8, 8), stride=(8, 1)))),
         "meta": said(parallelize_module(on_meta, row, {"head": ColwiseParallel()})),
         "subclass": said(of_tensor(DTensor.from_local(TwoTensor(ones, ones), row, [Shard(0)]))),
         "compiled": said(compiled),
@@ -276,8 +373,7 @@ def refused(_rank: int, _world_size: int) -> dict[str, str]:
 
 def check_apart(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     """What each of the functions above that train little returns, by its name."""
-    found: dict[str, Any] = {}
-    in_a_folder: list[Callable[[int, int, str], Any]] = [
+    in_folders: list[Callable[[int, int, str], Any]] = [
         norms_of_whole_gradients,
         overflow_in_one_part,
         resume_cut_model,
@@ -285,10 +381,23 @@ def check_apart(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         call_ordinary,
         exchange_optimizer_states,
     ]
-    for function in in_a_folder:
+    found = _each(in_folders, rank, world_size, folder)
+    found["norms_of_cut_stages"] = norms_of_cut_stages(rank, world_size)
+    found["refused"] = refused(rank, world_size)
+    return found
+
+
+def check_checkpoints(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """As `check_apart`, of the functions that save."""
+    return _each([save_and_load, load_into_whole_model, save_cut_stages], rank, world_size, folder)
+
+
+def _each(
+    functions: Sequence[Callable[[int, int, str], Any]], rank: int, world_size: int, folder: str
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for function in functions:
         own = Path(folder, function.__name__)
         own.mkdir(exist_ok=True)
         found[function.__name__] = function(rank, world_size, str(own))
-    found["norms_of_cut_stages"] = norms_of_cut_stages(rank, world_size)
-    found["refused"] = refused(rank, world_size)
     return found

@@ -64,6 +64,28 @@ class Box:
             if low < high:
                 yield low, number * self.run_numel + low - begin, high - low
 
+    def places(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Where in the tensor the box's elements `[start, stop)` lie, in rising order.
+
+        Yields
+        ------
+        tuple[int, int, int]
+            First element in the tensor, first element in the box, elements.
+        """
+        if start >= stop:
+            return
+        for number in range(start // self.run_numel, -(-stop // self.run_numel)):
+            begin = number * self.run_numel
+            low, high = max(begin, start), min(begin + self.run_numel, stop)
+            yield self._run_start(number) + low - begin, low, high - low
+
+    def overlaps(self, other: Box) -> bool:
+        """Whether an element is in both."""
+        return all(
+            max(first, another) < min(first + size, another + length)
+            for first, size, another, length in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+
     def _run_start(self, number: int) -> int:
         """Where in the tensor a run begins."""
         element = number * self.run_numel

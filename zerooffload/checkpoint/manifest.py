@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
+from zerooffload.checkpoint.boxes import Box
 from zerooffload.config import Algorithm, MomentFormat
 from zerooffload.errors import CheckpointError, ConfigError
 from zerooffload.formats import format_bytes
@@ -22,6 +22,9 @@ Count = Annotated[int, Field(ge=0, lt=1 << 63, strict=True)]
 Name = Annotated[str, Field(max_length=4096)]
 StateName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
 Checksum = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+_Lengths = Annotated[tuple[Count, ...], Field(max_length=64)]
 
 
 class _Strict:
@@ -49,24 +52,35 @@ class GroupEntry(_Strict):
 
 
 @dataclass(frozen=True)
+class BoxEntry(_Strict):
+    """A box of a parameter: its first index and its length in each dimension."""
+
+    offsets: _Lengths
+    sizes: _Lengths
+
+
+@dataclass(frozen=True)
 class ParamEntry(_Strict):
     """A parameter, and which elements of it this rank wrote, counted row by row: `[start, stop)`.
 
-    `group` is its place in `Manifest.groups`; `num_steps` says how often it was updated.
+    `group` is its place in `Manifest.groups`; `num_steps` says how often it was updated. Of one that tensor parallelism
+    has cut, the elements are those of a `part`.
     """
 
     name: Name
     aliases: tuple[Name, ...]
-    shape: Annotated[tuple[Count, ...], Field(max_length=64)]
+    shape: _Lengths
     group: Count
     start: Count
     stop: Count
     num_steps: Count
+    part: BoxEntry | None = None
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-        return math.prod(self.shape)
+    def box(self) -> Box:
+        """In which the elements are counted."""
+        part = self.part or BoxEntry((0,) * len(self.shape), self.shape)
+        return Box(self.shape, part.offsets, part.sizes)
 
     @property
     def names(self) -> tuple[str, ...]:

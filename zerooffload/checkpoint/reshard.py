@@ -7,13 +7,19 @@ tied may be loaded into two that are not.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
+from typing import NamedTuple
 
+from zerooffload.checkpoint.boxes import Box
 from zerooffload.checkpoint.manifest import GroupEntry, Manifest, ParamEntry
 from zerooffload.checkpoint.shard_files import ShardFile, plan_files
 from zerooffload.errors import CheckpointError
+
+_MOST_PARTS = 1024
 
 
 @dataclass(frozen=True)
@@ -28,20 +34,20 @@ class Source:
 
 
 @dataclass(frozen=True)
-class SavedParam:
-    """A parameter as it was saved.
+class SavedPart:
+    """A box of a parameter: all of it, but of one that tensor parallelism had cut.
 
     Attributes
     ----------
-    entry : ParamEntry
-        Of the first rank that wrote some of it.
-    group : GroupEntry
+    number : int
+        Its place among the parts of the parameter.
+    box : Box
     sources : tuple[Source, ...]
-        All its elements, in their order.
+        All its elements, in their order, counted in the box.
     """
 
-    entry: ParamEntry
-    group: GroupEntry
+    number: int
+    box: Box
     sources: tuple[Source, ...]
 
     def within(self, start: int, stop: int) -> Iterator[Source]:
@@ -51,6 +57,55 @@ class SavedParam:
             if source.start >= stop:
                 return
             yield source
+
+
+class Run(NamedTuple):
+    """Elements that follow each other in a part, `first` of which is the first."""
+
+    part: SavedPart
+    first: int
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        """The element behind the last."""
+        return self.first + self.numel
+
+
+@dataclass(frozen=True)
+class SavedParam:
+    """A parameter as it was saved.
+
+    Attributes
+    ----------
+    entry : ParamEntry
+        Of the first rank that wrote some of it.
+    group : GroupEntry
+    parts : tuple[SavedPart, ...]
+        Each element is in one of them.
+    """
+
+    entry: ParamEntry
+    group: GroupEntry
+    parts: tuple[SavedPart, ...]
+
+    def part_of(self, box: Box) -> SavedPart | None:
+        """The part that is this box, if there is one."""
+        return next((part for part in self.parts if part.box == box), None)
+
+    def runs(self, box: Box, start: int, stop: int) -> Iterator[Run]:
+        """Where elements `[start, stop)` of a box of the parameter are, in their order, however it was cut."""
+        part = self.part_of(box)
+        if part is not None:
+            yield Run(part, start, stop - start)
+            return
+        for first, _, numel in box.places(start, stop):
+            found = (
+                (place, Run(part, in_part, count))
+                for part in self.parts
+                for place, in_part, count in part.box.runs(first, first + numel)
+            )
+            yield from (run for _, run in sorted(found, key=lambda item: item[0]))
 
 
 @dataclass(frozen=True)
@@ -80,7 +135,7 @@ def join(manifests: Sequence[Manifest], where: str) -> Checkpoint:
     """
     files = tuple(plan_files(manifest, f"{where}, rank {manifest.rank}") for manifest in manifests)
     entries: dict[str, tuple[ParamEntry, GroupEntry]] = {}
-    sources: dict[str, list[Source]] = {}
+    sources: dict[str, dict[Box, list[Source]]] = {}
     for manifest, of_rank in zip(manifests, files, strict=True):
         for entry in manifest.params:
             group = manifest.groups[entry.group]
@@ -88,12 +143,16 @@ def join(manifests: Sequence[Manifest], where: str) -> Checkpoint:
             is_same = (entry.names, entry.shape, entry.num_steps) == (first.names, first.shape, first.num_steps)
             if not is_same or group != first_group:
                 raise CheckpointError(f"{where}: the ranks say different things of {entry.name[:200]}")
-            sources.setdefault(entry.name, [])
-        for name, source in _sources(manifest, of_rank):
-            sources[name].append(source)
+            sources.setdefault(entry.name, {}).setdefault(entry.box, [])
+        for entry, source in _sources(manifest, of_rank):
+            sources[entry.name][entry.box].append(source)
     params = {}
     for name, (entry, group) in entries.items():
-        param = SavedParam(entry, group, tuple(sorted(sources[name], key=lambda source: source.start)))
+        parts = (
+            SavedPart(number, box, tuple(sorted(of_part, key=lambda source: source.start)))
+            for number, (box, of_part) in enumerate(sources[name].items())
+        )
+        param = SavedParam(entry, group, tuple(parts))
         _check_whole(param, where)
         for alias in entry.names:
             if alias in params:
@@ -120,7 +179,7 @@ def missing_and_unexpected(checkpoint: Checkpoint, wanted: Iterable[Sequence[str
     return missing, [name for name in saved if name not in used]
 
 
-def _sources(manifest: Manifest, files: Mapping[str, ShardFile]) -> Iterator[tuple[str, Source]]:
+def _sources(manifest: Manifest, files: Mapping[str, ShardFile]) -> Iterator[tuple[ParamEntry, Source]]:
     """What the chunks hold, as any of a parameter's states tells."""
     done = set()
     for entry in manifest.params:
@@ -133,15 +192,25 @@ def _sources(manifest: Manifest, files: Mapping[str, ShardFile]) -> Iterator[tup
                 param = manifest.params[segment.param]
                 # Of parameters that have two such states, one tells.
                 if manifest.groups[param.group].states[0].name == state:
-                    yield param.name, Source(manifest.rank, chunk, number, segment.start, segment.stop)
+                    yield param, Source(manifest.rank, chunk, number, segment.start, segment.stop)
 
 
 def _check_whole(param: SavedParam, where: str) -> None:
-    end = 0
-    for source in param.sources:
-        if source.start != end:
-            fault = "are there twice" if source.start < end else "are missing"
-            raise CheckpointError(f"{where}: elements of {param.entry.name[:200]} {fault} (at {source.start})")
-        end = source.stop
-    if end != param.entry.numel:
-        raise CheckpointError(f"{where}: elements of {param.entry.name[:200]} are missing (from {end} on)")
+    what = f"{where}: elements of {param.entry.name[:200]}"
+    for part in param.parts:
+        end = 0
+        for source in part.sources:
+            if source.start != end:
+                fault = "are there twice" if source.start < end else "are missing"
+                raise CheckpointError(f"{what} {fault} (at {source.start})")
+            end = source.stop
+        if end != part.box.numel:
+            raise CheckpointError(f"{what} are missing (from {end} on)")
+    boxes = [part.box for part in param.parts]
+    if len(boxes) > _MOST_PARTS:
+        raise CheckpointError(f"{what} are in {len(boxes)} parts, more than any mesh makes")
+    if any(one.overlaps(other) for one, other in combinations(boxes, 2)):
+        raise CheckpointError(f"{what} are there twice, in two parts")
+    # Parts that do not overlap hold each element if they hold as many.
+    if sum(box.numel for box in boxes) != math.prod(param.entry.shape):
+        raise CheckpointError(f"{what} are missing, in parts that nobody wrote")

@@ -115,8 +115,9 @@ def _check_params(manifest: Manifest, where: str) -> None:
         if len(set(names)) < len(names) or not names:
             raise CheckpointError(f"{where}: a group of parameters has no states, or one twice")
     for param in manifest.params:
-        is_sane = param.group < len(manifest.groups) and param.start <= param.stop <= param.numel
-        if not is_sane or (param.start == param.stop and param.numel) or not seen.isdisjoint(param.names):
+        box = param.box
+        is_sane = box.is_inside and param.group < len(manifest.groups) and param.start <= param.stop <= box.numel
+        if not is_sane or (param.start == param.stop and box.numel) or not seen.isdisjoint(param.names):
             raise CheckpointError(f"{where}: the entry of {param.name[:200]} is impossible, or its name is there twice")
         seen.update(param.names)
 
@@ -155,6 +156,7 @@ def _range(state: StateEntry, offset_bytes: int, pieces: list[tuple[int, int, in
 
 
 def _shape(param: ParamEntry, state: StateEntry) -> tuple[int, ...]:
-    if state.block_numel == 1 and param.stop - param.start == param.numel:
-        return param.shape
+    box = param.box
+    if state.block_numel == 1 and param.stop - param.start == box.numel:
+        return box.sizes
     return (-(-(param.stop - param.start) // state.block_numel),)

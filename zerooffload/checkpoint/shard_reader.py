@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from zerooffload.checkpoint.manifest import StateEntry, read_manifests
-from zerooffload.checkpoint.reshard import Checkpoint, SavedParam, Source, join
+from zerooffload.checkpoint.reshard import Checkpoint, SavedPart, Source, join
 from zerooffload.checkpoint.safetensors_file import SafetensorsFile
 from zerooffload.checkpoint.shard_files import Range, ShardFile, dtype_of
 from zerooffload.errors import CheckpointError
@@ -19,7 +19,8 @@ from zerooffload.errors import CheckpointError
 class ShardReader:
     """A checkpoint's folder, open for reading; a context manager.
 
-    Of each state, the range that was read last is kept: asked for in the order of the files, each is read once.
+    Of each state and part of a parameter, the range that was read last is kept: asked for in the order of the files,
+    each is read once.
 
     Attributes
     ----------
@@ -36,7 +37,7 @@ class ShardReader:
         self.path = path
         self.checkpoint: Checkpoint = join(read_manifests(path), str(path))
         self._files: dict[tuple[int, str], SafetensorsFile] = {}
-        self._kept: dict[str, tuple[int, int, torch.Tensor]] = {}
+        self._kept: dict[tuple[str, int], tuple[int, int, torch.Tensor]] = {}
         self._open = ExitStack()
         try:
             for rank, files in enumerate(self.checkpoint.files):
@@ -64,10 +65,11 @@ class ShardReader:
             for state, file in files.items():
                 for place in file.ranges.values():
                     longest[state] = max(longest.get(state, 0), place.nbytes)
-        return sum(longest.values())
+        num_parts = max((len(param.parts) for param in self.checkpoint.params.values()), default=0)
+        return num_parts * sum(longest.values())
 
-    def read(self, param: SavedParam, state: StateEntry, start: int, stop: int) -> torch.Tensor:
-        """The items of elements `[start, stop)` of a parameter's state, 1D; `start` begins a block.
+    def read(self, part: SavedPart, state: StateEntry, start: int, stop: int) -> torch.Tensor:
+        """The items of elements `[start, stop)` of a state of a parameter's part, 1D; `start` begins a block.
 
         Raises
         ------
@@ -76,9 +78,11 @@ class ShardReader:
         """
         dtype, per_item = dtype_of(state, str(self.path)), state.block_numel
         items = torch.empty(-(-(stop - start) // per_item), dtype=dtype)
-        for source in param.within(start, stop):
+        for source in part.within(start, stop):
             place = self.checkpoint.files[source.rank][state.name].ranges[source.chunk]
-            content = self._range(source, state.name, place)[place.segments[source.segment].offset_bytes :]
+            content = self._range(source, (state.name, part.number), place)[
+                place.segments[source.segment].offset_bytes :
+            ]
             low, high = max(start, source.start), min(stop, source.stop)
             first, last = (low - source.start) // per_item, -(-(high - source.start) // per_item)
             target = items[(low - start) // per_item :][: last - first]
@@ -91,16 +95,17 @@ class ShardReader:
             raise CheckpointError(f"{opened.path} holds other tensors than the manifest says")
         return opened
 
-    def _range(self, source: Source, state: str, place: Range) -> torch.Tensor:
-        rank, chunk, content = self._kept.get(state, (-1, -1, torch.empty(0, dtype=torch.uint8)))
+    def _range(self, source: Source, key: tuple[str, int], place: Range) -> torch.Tensor:
+        rank, chunk, content = self._kept.get(key, (-1, -1, torch.empty(0, dtype=torch.uint8)))
         if (rank, chunk) == (source.rank, source.chunk):
             return content
         if content.numel() != place.nbytes:
             # Not before the other is gone.
-            self._kept.pop(state, None)
+            self._kept.pop(key, None)
             del content
             content = torch.empty(place.nbytes, dtype=torch.uint8)
-        self._kept.pop(state, None)
+        self._kept.pop(key, None)
+        state, _ = key
         file = self._files[source.rank, state]
         file.read_data(place.offset_bytes, content)
         expected = self.checkpoint.manifests[source.rank].chunks[source.chunk].checksums[state]
@@ -108,5 +113,5 @@ class ShardReader:
             raise CheckpointError(
                 f"{file.path}: {place.nbytes} bytes from {place.offset_bytes} on are not what was written there"
             )
-        self._kept[state] = source.rank, source.chunk, content
+        self._kept[key] = source.rank, source.chunk, content
         return content

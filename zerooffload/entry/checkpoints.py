@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zerooffload.checkpoint import promotion
-from zerooffload.entry.runs import run_of_whole
+from zerooffload.entry.runs import run_of, run_of_whole
 from zerooffload.errors import ConfigError
 from zerooffload.runtime import dcp_exchange, deepspeed_import
 from zerooffload.runtime.saving import SaveTicket
@@ -56,8 +56,7 @@ def save(
     Raises
     ------
     ConfigError
-        If the model is not offloaded, or cut by tensor parallelism; if the directory cannot be used, or `extra` or what
-        is tracked cannot be saved.
+        If the model is not offloaded; if the directory cannot be used, or `extra` or what is tracked cannot be saved.
     BudgetError
         If the host's budget has no room for what is on its way to the files.
     TierIOError
@@ -65,7 +64,7 @@ def save(
     """
     if keep_last is not None and keep_last < 1:
         raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
-    run = run_of_whole(model, "zo.save")
+    run = run_of(model.parameters())
     return run.save(Path(directory), _as_list(optimizer), extra, keep_last=keep_last, blocking=blocking)
 
 
@@ -79,7 +78,8 @@ def load(
         extra = zo.load("checkpoints", model, optimizer)
 
     Call it after `offload`, the making of the optimizer and `track`. Every byte is compared with its checksum. Another
-    number of ranks, stage, placement or cut into units changes no bit of a state; another compute dtype or format of
+    number of ranks, stage, placement, cut into units or cut by tensor parallelism changes no bit of a state, but for
+    8-bit moments of parameters that are cut otherwise, which are rounded once more; another compute dtype or format of
     moments converts it. Of what each rank had for itself, a rank gets that of the rank with its number, else of rank 0.
 
     Returns
@@ -93,11 +93,11 @@ def load(
         If there is no checkpoint, it is damaged, or of another model. If it says so while states are written, the run
         cannot go on.
     ConfigError
-        If the model is in use or cut by tensor parallelism, or the optimizers or what is tracked are others.
+        If the model is in use, or the optimizers or what is tracked are others.
     BudgetError
         If the host's budget has no room for what is on its way from the files.
     """
-    return run_of_whole(model, "zo.load").load(Path(directory), _as_list(optimizer))
+    return run_of(model.parameters()).load(Path(directory), _as_list(optimizer))
 
 
 def promote(

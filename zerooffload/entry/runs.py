@@ -44,8 +44,8 @@ def run_of_whole(model: nn.Module, call: str) -> Run:
     """
     if any(is_distributed(param) for param in model.parameters()):
         raise ConfigError(
-            f"{call} does not know models that parallelize_module has cut: torch.distributed.checkpoint saves"
-            " model.state_dict() and optimizer.state_dict(), whose values are DTensors, and zo.resume continues what is"
-            " committed on nvme"
+            f"{call} does not know models that parallelize_module has cut: zo.save does, and zo.load reads what it"
+            " saved into one that is whole; torch.distributed.checkpoint saves model.state_dict() and"
+            " optimizer.state_dict(), whose values are DTensors"
         )
     return run_of(model.parameters())

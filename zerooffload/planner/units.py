@@ -16,6 +16,7 @@ from zerooffload.sharding.grouping import UnitModules
 from zerooffload.sharding.layout import ParamSpec, lay_out
 from zerooffload.sharding.local_tensors import (
     check_convertible,
+    cut_of,
     is_distributed,
     is_replicated,
     local_tensor,
@@ -84,7 +85,7 @@ def _groups(
     groups: dict[tuple[torch.dtype, bool, bool], list[ParamSpec]] = {}
     for names in unit.param_names:
         param = params_of[names[0]]
-        spec = ParamSpec(names[0], tuple(local_tensor(param).shape), names[1:])
+        spec = ParamSpec(names[0], tuple(local_tensor(param).shape), names[1:], cut_of(param))
         key = (
             _compute_dtype(spec.name, param, config, device),
             param.requires_grad,

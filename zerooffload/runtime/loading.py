@@ -12,8 +12,8 @@ from typing import Any, Self
 import torch
 
 from zerooffload.checkpoint.folders import find_checkpoint
-from zerooffload.checkpoint.manifest import Manifest
-from zerooffload.checkpoint.reshard import SavedParam, missing_and_unexpected
+from zerooffload.checkpoint.manifest import Manifest, StateEntry
+from zerooffload.checkpoint.reshard import Run, SavedParam, missing_and_unexpected
 from zerooffload.checkpoint.shard_files import dtype_of
 from zerooffload.checkpoint.shard_reader import ShardReader
 from zerooffload.config import TierName
@@ -30,6 +30,7 @@ from zerooffload.runtime.logical_states import (
     LogicalStates,
     Piece,
     StateChunk,
+    box_of,
     exact_values,
     held_params,
     owned_chunks,
@@ -155,7 +156,7 @@ class Loading:
 
     def _fill_values(self, saved: SavedParam, piece: Piece, target: Views) -> None:
         """The parameter, and what its master has beyond it."""
-        source = self._read(saved, EXACT_STATES, piece.start, piece.stop)
+        source = self._read(saved, EXACT_STATES, piece)
         if source[PARAM].dtype is target[PARAM].dtype:
             for name, items in source.items():
                 target[name].copy_(items)
@@ -165,20 +166,32 @@ class Loading:
     def _fill_moment(self, saved: SavedParam, piece: Piece, target: Views, moment: Moment) -> None:
         names = (moment.name, exponents_name(moment.name))
         states = {state.name: state for state in saved.group.states if state.name in names}
-        if {name: state.dtype for name, state in states.items()} == {
+        is_stored_alike = {name: state.dtype for name, state in states.items()} == {
             name: dtype_name(target[name].dtype) for name in names if name in target
-        }:
-            for name, items in self._read(saved, names, piece.start, piece.stop).items():
+        }
+        box = box_of(piece.param)
+        if is_stored_alike and saved.part_of(box) is not None:
+            for name, items in self._read(saved, names, piece).items():
                 target[name].copy_(items)
             return
-        start = piece.start - piece.start % max(state.block_numel for state in states.values())
-        value = read_moment(self._read(saved, names, start, piece.stop), moment)
-        write_moment(target, moment, value[piece.start - start :], NEAREST)
+        runs = saved.runs(box, piece.start, piece.stop)
+        values = [self._moment_of(run, states.values(), moment) for run in runs]
+        write_moment(target, moment, _joined(values), NEAREST)
 
-    def _read(self, saved: SavedParam, names: Collection[str], start: int, stop: int) -> dict[str, torch.Tensor]:
-        """Those of the states that the parameter has."""
-        states = [state for state in saved.group.states if state.name in names]
-        return {state.name: self._reader.read(saved, state, start, stop) for state in states}
+    def _moment_of(self, run: Run, states: Collection[StateEntry], moment: Moment) -> torch.Tensor:
+        """Its values, of elements that may begin within a block."""
+        start = run.first - run.first % max(state.block_numel for state in states)
+        items = {state.name: self._reader.read(run.part, state, start, run.stop) for state in states}
+        return read_moment(items, moment)[run.first - start :]
+
+    def _read(self, saved: SavedParam, names: Collection[str], piece: Piece) -> dict[str, torch.Tensor]:
+        """Those of the states that the parameter has. Of blocks only if the parameter is cut as it was saved."""
+        runs = list(saved.runs(box_of(piece.param), piece.start, piece.stop))
+        return {
+            state.name: _joined([self._reader.read(run.part, state, run.first, run.stop) for run in runs])
+            for state in saved.group.states
+            if state.name in names
+        }
 
     def _saved_of(self, names: Sequence[str]) -> SavedParam:
         return next(self._saved[name] for name in names if name in self._saved)
@@ -205,8 +218,8 @@ class Loading:
     def _difference(self, item: HeldParam) -> str:
         """What forbids to load a parameter, in words; "" if nothing does."""
         saved, name = self._saved_of(item.param.names), item.param.name
-        if saved.entry.shape != item.param.shape:
-            return f"{name} has the shape {list(item.param.shape)}, saved was {list(saved.entry.shape)}"
+        if saved.entry.shape != item.param.whole_shape:
+            return f"{name} has the shape {list(item.param.whole_shape)}, saved was {list(saved.entry.shape)}"
         if saved.group.trainable != item.trainable:
             kinds = ("frozen", "trained") if saved.group.trainable else ("trained", "frozen")
             return f"{name} is {kinds[0]} now and was {kinds[1]} when it was saved"
@@ -233,7 +246,8 @@ def open_loading(
     """See `Loading`; on every rank or on none. Collective."""
     rank = gather_from_all(collectives, collectives.global_rank).index(collectives.global_rank)
     mine = [held.param.names for held in held_params(units)]
-    names = [of_param for of_part in collectives.gather_of_parts(mine) for of_param in of_part]
+    # Parts of a parameter have its names.
+    names = list(dict.fromkeys(of_param for of_part in collectives.gather_of_parts(mine) for of_param in of_part))
     made: list[Loading] = []
 
     def make() -> None:
@@ -292,6 +306,10 @@ def set_values(target: Views, values: torch.Tensor) -> None:
         target[PARAM].copy_(values)
         if MASTER.name in target:
             target[MASTER.name].copy_(values)
+
+
+def _joined(items: Sequence[torch.Tensor]) -> torch.Tensor:
+    return items[0] if len(items) == 1 else torch.cat(list(items))
 
 
 def listed(names: Sequence[str]) -> str:

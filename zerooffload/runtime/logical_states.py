@@ -17,6 +17,7 @@ from typing import Self
 
 import torch
 
+from zerooffload.checkpoint.boxes import Box
 from zerooffload.memory import Budget
 from zerooffload.optim.record import MASTER, REMAINDER
 from zerooffload.optim.reference import join_master
@@ -50,6 +51,8 @@ class HeldParam:
     dtype : torch.dtype
         The compute dtype.
     trainable : bool
+    counts : bool
+        Whether no other part of a model that is cut has it too, or only later ones.
     states : tuple[Part, ...]
         `PARAM`, then the parts of the optimizer's record.
     start, stop : int
@@ -61,6 +64,7 @@ class HeldParam:
     param: ParamSpec
     dtype: torch.dtype
     trainable: bool
+    counts: bool
     states: tuple[Part, ...]
     start: int
     stop: int
@@ -142,7 +146,14 @@ def held_params(units: Iterable[Unit]) -> list[HeldParam]:
             num_steps = 0 if part.training is None else part.training.steps[index]
             held.append(
                 HeldParam(
-                    slot.param, layout.dtype, layout.trainable, _states(part), start, start + high - low, num_steps
+                    param=slot.param,
+                    dtype=layout.dtype,
+                    trainable=layout.trainable,
+                    counts=layout.counts,
+                    states=_states(part),
+                    start=start,
+                    stop=start + high - low,
+                    num_steps=num_steps,
                 )
             )
     return held
@@ -157,6 +168,12 @@ def state_chunks(units: Iterable[Unit]) -> list[StateChunk]:
 def owned_chunks(units: Iterable[Unit]) -> list[StateChunk]:
     """All that no other rank brings to this one, in the order of the homes: also what each rank holds whole."""
     return [StateChunk(part, number) for part in _parts(units) for number in part.own_chunks]
+
+
+def box_of(param: ParamSpec) -> Box:
+    """What a rank has of a parameter: all of it, but of one that tensor parallelism has cut."""
+    offsets = (0,) * len(param.shape) if param.cut is None else param.cut.offsets
+    return Box(param.whole_shape, offsets, param.shape)
 
 
 def exact_values(items: Views) -> torch.Tensor:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerooffload.checkpoint.boxes import Box
 from zerooffload.checkpoint.folders import PartFolder, remove_leftovers
-from zerooffload.checkpoint.manifest import ChunkEntry, GroupEntry, Manifest, ParamEntry, RunEntry, StateEntry
+from zerooffload.checkpoint.manifest import BoxEntry, ChunkEntry, GroupEntry, Manifest, ParamEntry, RunEntry, StateEntry
 from zerooffload.checkpoint.shard_writer import ShardWriter
 from zerooffload.config import TierName
 from zerooffload.errors import CheckpointError, ConfigError, RankError, ZeroOffloadError
@@ -22,6 +23,7 @@ from zerooffload.runtime.logical_states import (
     HeldParam,
     LogicalStates,
     StateChunk,
+    box_of,
     held_params,
     state_chunks,
 )
@@ -124,7 +126,7 @@ class Saver:
             self._agreement = self._collectives.agreement()
         role = self._role()
         folder = agree(self._collectives, lambda: _make_folder(role, directory, contents.step), "saving a checkpoint")
-        chunks = state_chunks(self._units) if role.writes else []
+        chunks = [chunk for chunk in state_chunks(self._units) if role.writes and chunk.part.flat.layout.counts]
         job = _Job(role, folder, self._agreement, self._resources, self._parts)
         try:
             names = gather_from_all(self._collectives, None if folder is None else folder.name)
@@ -203,20 +205,22 @@ class Saver:
         return _Role(ranks[0][3], place, len(ranks), is_first)
 
     def _check_names_differ(self) -> None:
-        seen: set[str] = set()
-        for of_part in self._collectives.gather_of_parts([held.param.name for held in held_params(self._units)]):
-            both = seen.intersection(of_part)
-            if both:
-                raise ConfigError(
-                    f"two stages of the pipeline have a parameter {min(both)}, so a checkpoint could not tell them"
-                    " apart: let them keep the names that the whole model has"
-                )
-            seen.update(of_part)
+        seen: dict[str, list[Box]] = {}
+        mine = [(held.param.name, box_of(held.param)) for held in held_params(self._units) if held.counts]
+        for of_part in self._collectives.gather_of_parts(mine):
+            for name, box in of_part:
+                if any(other.shape != box.shape or other.overlaps(box) for other in seen.get(name, ())):
+                    raise ConfigError(
+                        f"two stages of the pipeline have a parameter {name}, so a checkpoint could not tell them"
+                        " apart: let them keep the names that the whole model has"
+                    )
+            for name, box in of_part:
+                seen.setdefault(name, []).append(box)
 
     def _manifest(self, role: _Role, contents: Contents, chunks: Sequence[StateChunk]) -> Manifest:
         """What this rank writes, without checksums."""
         held = held_params(self._units) if role.writes else []
-        held = [item for item in held if item.stop > item.start or not item.param.numel]
+        held = [item for item in held if item.counts and (item.stop > item.start or not item.param.numel)]
         groups = list(dict.fromkeys(_group(item) for item in held))
         return Manifest(
             save=role.save,
@@ -353,7 +357,8 @@ def _group(held: HeldParam) -> GroupEntry:
 
 def _param(held: HeldParam, group: int) -> ParamEntry:
     param = held.param
-    return ParamEntry(param.name, param.aliases, param.shape, group, held.start, held.stop, held.num_steps)
+    part = None if param.cut is None else BoxEntry(param.cut.offsets, param.shape)
+    return ParamEntry(param.name, param.aliases, param.whole_shape, group, held.start, held.stop, held.num_steps, part)
 
 
 def _chunk(chunk: StateChunk) -> ChunkEntry:

@@ -23,12 +23,29 @@ SHARD_ALIGNMENT_BYTES = 4096
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Where a part of a parameter lies in it: the whole's shape, and the part's first index in each dimension."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ParamSpec:
-    """A parameter as the layout sees it: its first name, its other names (tied weights), and its shape."""
+    """A parameter as the layout sees it: its first name, its other names (tied weights), and its shape.
+
+    Of one that tensor parallelism has cut it is a rank's part that has this shape; `cut` says which.
+    """
 
     name: str
     shape: tuple[int, ...]
     aliases: tuple[str, ...] = ()
+    cut: Cut | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of the parameter, whatever this rank has of it."""
+        return self.shape if self.cut is None else self.cut.shape
 
     @property
     def names(self) -> tuple[str, ...]:

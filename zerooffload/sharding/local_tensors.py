@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerooffload.errors import ConfigError
+from zerooffload.sharding.layout import Cut
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
@@ -112,6 +113,25 @@ def is_replicated(param: torch.Tensor) -> bool:
     return not is_distributed(param) or all(placement.is_replicate() for placement in _any(param).placements)
 
 
+def cut_of(param: torch.Tensor) -> Cut | None:
+    """Where in a parameter this rank's part lies; None for one of which it has all."""
+    if is_replicated(param):
+        return None
+    (placement,) = _any(param).placements
+    offsets = [0] * param.ndim
+    offsets[placement.dim] = _range_of(param)[0]
+    return Cut(tuple(param.shape), tuple(offsets))
+
+
+def _range_of(param: torch.Tensor) -> tuple[int, int]:
+    """First index and length of this rank's part in the dimension that is cut: `torch.chunk`'s, which may be short."""
+    cut = _any(param)
+    length, number = param.shape[cut.placements[0].dim], cut.device_mesh.get_local_rank()
+    longest = -(-length // cut.device_mesh.size())
+    first = min(length, number * longest)
+    return first, min(length, first + longest) - first
+
+
 def tensor_parallel_mesh(model: nn.Module) -> DeviceMesh | None:
     """The mesh over which a model is cut; None for one that is whole.
 
@@ -155,6 +175,14 @@ def _check_cut(name: str, param: Any) -> None:
         raise ConfigError(f"parameter {name} is cut over {mesh}, of which this rank is none")
     if any(placement.is_partial() for placement in param.placements):
         raise ConfigError(f"parameter {name} is a sum that is still to be made ({param.placements}): redistribute it")
+    if not is_replicated(param):
+        (placement,) = param.placements
+        expected = (*param.shape[: placement.dim], _range_of(param)[1], *param.shape[placement.dim + 1 :])
+        if tuple(local.shape) != expected or type(placement).__name__ != "Shard":
+            raise ConfigError(
+                f"parameter {name} has a part of shape {list(local.shape)} here, expected {list(expected)}: cut it with"
+                " Shard, as distribute_tensor does"
+            )
     if local.is_meta:
         raise ConfigError(
             f"parameter {name} is cut and has no values: give it some before zo.offload, as in"

@@ -37,6 +37,34 @@ def test_the_runs_of_a_box_are_its_elements(shape: tuple[int, ...]) -> None:
             assert list(found) == inside
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_elements_of_a_box_have_places(shape: tuple[int, ...]) -> None:
+    numbers = torch.arange(torch.Size(shape).numel()).view(shape)
+    edges = [[(low, high) for low in range(length) for high in range(low + 1, length + 1)] for length in shape]
+    for chosen in itertools.product(*edges):
+        box = Box(shape, tuple(low for low, _ in chosen), tuple(high - low for low, high in chosen))
+        elements = numbers[tuple(slice(low, high) for low, high in chosen)].flatten().tolist()
+        for start, stop in [(0, len(elements)), (1, len(elements)), (0, 0), (len(elements) // 2, len(elements))]:
+            found = [
+                (in_box + step, first + step)
+                for first, in_box, numel in box.places(start, stop)
+                for step in range(numel)
+            ]
+            assert found == [(number, elements[number]) for number in range(start, stop)]
+
+
+def test_boxes_overlap_where_they_share_an_element() -> None:
+    shape = (3, 4)
+    edges = [[(low, high) for low in range(length + 1) for high in range(low, length + 1)] for length in shape]
+    boxes = [
+        Box(shape, tuple(low for low, _ in chosen), tuple(high - low for low, high in chosen))
+        for chosen in itertools.product(*edges)
+    ]
+    elements = {box: {first + step for first, _, n in box.runs(0, 12) for step in range(n)} for box in boxes}
+    for one, other in itertools.product(boxes, boxes):
+        assert one.overlaps(other) == bool(elements[one] & elements[other])
+
+
 def test_an_empty_box_has_no_runs() -> None:
     assert list(Box((3, 4), (3, 0), (0, 4)).runs(0, 12)) == []
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerooffload.checkpoint.manifest import ChunkEntry, GroupEntry, Manifest, ParamEntry, RunEntry, StateEntry
+from zerooffload.checkpoint.boxes import Box
+from zerooffload.checkpoint.manifest import BoxEntry, ChunkEntry, GroupEntry, Manifest, ParamEntry, RunEntry, StateEntry
 from zerooffload.checkpoint.reshard import join, missing_and_unexpected
 from zerooffload.checkpoint.shard_files import plan_files
 from zerooffload.errors import CheckpointError
@@ -80,7 +83,8 @@ def test_every_element_is_found_once_wherever_it_is(seed: int, num_ranks: int) -
         start = draw.randint(0, numel - 1)
         stop = draw.randint(start + 1, numel)
         found = []
-        for source in checkpoint.params[name].within(start, stop):
+        (part,) = checkpoint.params[name].parts
+        for source in part.within(start, stop):
             assert source.start < stop
             assert source.stop > start
             for state in TRAINED.states:
@@ -89,6 +93,41 @@ def test_every_element_is_found_once_wherever_it_is(seed: int, num_ranks: int) -
                 assert (of_rank[segment.param].name, segment.start, segment.stop) == (name, source.start, source.stop)
             found += list(range(max(start, source.start), min(stop, source.stop)))
         assert found == list(range(start, stop))
+
+
+SHAPE = (6, 7)
+CUTS: dict[str, list[Box]] = {
+    "whole": [Box(SHAPE, (0, 0), SHAPE)],
+    "rows": [Box(SHAPE, (0, 0), (4, 7)), Box(SHAPE, (4, 0), (2, 7)), Box(SHAPE, (6, 0), (0, 7))],
+    "columns": [Box(SHAPE, (0, 0), (6, 3)), Box(SHAPE, (0, 3), (6, 3)), Box(SHAPE, (0, 6), (6, 1))],
+}
+
+
+def part_of(box: Box, rank: int, num_ranks: int) -> Manifest:
+    entry = ParamEntry("a", (), SHAPE, 1, 0, box.numel, 3, BoxEntry(box.offsets, box.sizes))
+    return manifest([entry], [box.numel] if box.numel else [], rank, num_ranks)
+
+
+def parts(boxes: list[Box]) -> list[Manifest]:
+    return [part_of(box, rank, len(boxes)) for rank, box in enumerate(boxes)]
+
+
+@pytest.mark.parametrize("wanted", CUTS)
+@pytest.mark.parametrize("saved", CUTS)
+def test_elements_are_found_however_a_parameter_was_cut_and_is(saved: str, wanted: str) -> None:
+    param = join(parts(CUTS[saved]), "here").params["a"]
+    numbers = torch.arange(42).view(SHAPE)
+
+    def elements(box: Box) -> list[int]:
+        edges = zip(box.offsets, box.sizes, strict=True)
+        return numbers[tuple(slice(first, first + size) for first, size in edges)].flatten().tolist()
+
+    for box in CUTS[wanted]:
+        for start, stop in combinations(range(box.numel + 1), 2):
+            runs = list(param.runs(box, start, stop))
+            found = [number for run in runs for number in elements(run.part.box)[run.first : run.stop]]
+            assert found == elements(box)[start:stop]
+            assert saved != wanted or len(runs) == 1
 
 
 def test_the_ranges_of_a_file_fill_it() -> None:
@@ -129,6 +168,15 @@ WRONG: dict[str, Callable[[], list[Manifest]]] = {
     "has not the checksums": lambda: [replace(HALVES[0], chunks=(ChunkEntry(128, {}),))],
     "has the dtype float99": lambda: [
         replace(HALVES[0], groups=(replace(TRAINED, states=(replace(PARAM, dtype="float99"),)),))
+    ],
+    "elements of a are there twice, in two parts": lambda: parts(
+        [Box(SHAPE, (0, 0), (4, 7)), Box(SHAPE, (3, 0), (2, 7))]
+    ),
+    "elements of a are missing, in parts that nobody wrote": lambda: parts(CUTS["columns"][:2]),
+    "the entry of a is impossible, or": lambda: parts([Box(SHAPE, (4, 0), (3, 7))]),
+    "more than any mesh makes": lambda: [
+        manifest([ParamEntry("a", (), (1025,), 1, 0, 1, 3, BoxEntry((rank,), (1,)))], [1], rank, 1025)
+        for rank in range(1025)
     ],
     "has no states": lambda: [replace(HALVES[0], groups=(replace(TRAINED, states=()),))],
 }
