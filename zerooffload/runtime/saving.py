@@ -208,12 +208,16 @@ class Saver:
         seen: dict[str, list[Box]] = {}
         mine = [(held.param.name, box_of(held.param)) for held in held_params(self._units) if held.counts]
         for of_part in self._collectives.gather_of_parts(mine):
-            for name, box in of_part:
-                if any(other.shape != box.shape or other.overlaps(box) for other in seen.get(name, ())):
-                    raise ConfigError(
-                        f"two stages of the pipeline have a parameter {name}, so a checkpoint could not tell them"
-                        " apart: let them keep the names that the whole model has"
-                    )
+            both = [
+                name
+                for name, box in of_part
+                if any(other.shape != box.shape or other.overlaps(box) for other in seen.get(name, ()))
+            ]
+            if both:
+                raise ConfigError(
+                    f"two stages of the pipeline have a parameter {min(both)}, so a checkpoint could not tell them"
+                    " apart: let them keep the names that the whole model has"
+                )
             for name, box in of_part:
                 seen.setdefault(name, []).append(box)
 
