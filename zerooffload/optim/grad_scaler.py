@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from zerooffload.errors import ConfigError
 from zerooffload.optim.optimizer import OffloadedOptimizer
 
+_LARGEST_SCALE = torch.finfo(torch.float32).max
 T = TypeVar("T", torch.Tensor, list[Any], tuple[Any, ...])
 
 
@@ -32,7 +34,7 @@ class GradScaler:
     ----------
     init_scale : float
     growth_factor : float
-        After `growth_interval` steps in a row that were not skipped.
+        After `growth_interval` steps in a row that were not skipped, as far as fp32 reaches.
     backoff_factor : float
         After a skipped step.
     enabled : bool
@@ -41,7 +43,7 @@ class GradScaler:
     Raises
     ------
     ConfigError
-        If a factor is out of range.
+        If one of these is out of range.
     """
 
     def __init__(
@@ -53,14 +55,9 @@ class GradScaler:
         *,
         enabled: bool = True,
     ) -> None:
-        if not init_scale > 0:
-            raise ConfigError(f"GradScaler: init_scale={init_scale!r} is out of range: more than 0")
-        if not growth_factor > 1:
-            raise ConfigError(f"GradScaler: growth_factor={growth_factor!r} is out of range: more than 1")
-        if not 0 < backoff_factor < 1:
-            raise ConfigError(f"GradScaler: backoff_factor={backoff_factor!r} is out of range: between 0 and 1")
         self._enabled = enabled
-        self._scale = float(init_scale)
+        self._scale = _checked_scale("init_scale", init_scale)
+        self._check_rule(growth_factor, backoff_factor, growth_interval)
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
@@ -123,12 +120,12 @@ class GradScaler:
         Raises
         ------
         ConfigError
-            If no optimizer was stepped or unscaled.
+            If no optimizer was stepped or unscaled, or the scale to set is out of range.
         """
         if not self._enabled:
             return
         if new_scale is not None:
-            self._scale = float(new_scale)
+            self._scale = _checked_scale("new_scale", new_scale)
         elif not self._finite:
             raise ConfigError("update() without a step() or unscale_() before")
         elif not all(self._finite.values()):
@@ -137,7 +134,8 @@ class GradScaler:
         else:
             self._num_good_steps += 1
             if self._num_good_steps >= self._growth_interval:
-                self._scale *= self._growth_factor
+                if self._scale * self._growth_factor <= _LARGEST_SCALE:
+                    self._scale *= self._growth_factor
                 self._num_good_steps = 0
         self._finite.clear()
         self._stepped.clear()
@@ -180,14 +178,34 @@ class GradScaler:
         Raises
         ------
         ConfigError
-            If the state is of a scaler that was not enabled.
+            If the state is of a scaler that was not enabled, lacks something, or a value is out of range. Nothing is
+            taken over then.
         """
         if not self._enabled:
             return
         if not state_dict:
             raise ConfigError("the state is empty: it is of a GradScaler that was not enabled")
-        self._scale = float(state_dict["scale"])
-        self._growth_factor = state_dict["growth_factor"]
-        self._backoff_factor = state_dict["backoff_factor"]
-        self._growth_interval = state_dict["growth_interval"]
-        self._num_good_steps = int(state_dict["_growth_tracker"])
+        missing = [name for name in self.state_dict() if name not in state_dict]
+        if missing:
+            raise ConfigError(f"the state is none of a GradScaler: it lacks {', '.join(missing)}")
+        rule = tuple(state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval"))
+        scale, num_good_steps = _checked_scale("scale", state_dict["scale"]), int(state_dict["_growth_tracker"])
+        self._check_rule(*rule)
+        self._growth_factor, self._backoff_factor, self._growth_interval = rule
+        self._scale, self._num_good_steps = scale, num_good_steps
+
+    @staticmethod
+    def _check_rule(growth_factor: float, backoff_factor: float, growth_interval: int) -> None:
+        if not 1 < growth_factor < inf:
+            raise ConfigError(f"GradScaler: growth_factor={growth_factor!r} is out of range: more than 1")
+        if not 0 < backoff_factor < 1:
+            raise ConfigError(f"GradScaler: backoff_factor={backoff_factor!r} is out of range: between 0 and 1")
+        if not growth_interval >= 1:
+            raise ConfigError(f"GradScaler: growth_interval={growth_interval!r} is out of range: at least 1")
+
+
+def _checked_scale(name: str, value: float | torch.Tensor) -> float:
+    scale = float(value)
+    if not 0 < scale <= _LARGEST_SCALE:
+        raise ConfigError(f"GradScaler: {name}={scale!r} is out of range: more than 0, and finite in fp32")
+    return scale
