@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import filecmp
 import math
 import pickle
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from support.environments import Homes
 from support.pipelines import error_of
 from support.rank_training import MAX_NORM, NUM_STEPS, OPTIONS
@@ -136,14 +138,25 @@ def save_and_load(_rank: int, _world_size: int, folder: str) -> dict[str, Any]:
         first = CutModel(str(own / "first"), case, two_by_two())
         states = _after_steps(first, 2)
         zo.save(own / "saved", first.model, first.optimizer, extra="of the first")
+        zo.save_dcp(own / "dcp", first.model, first.optimizer)
+        zo.export_safetensors(first.model, own / "exported", dtype=torch.float32)
         zo.close(first.model)
+        differing += _differing_weights(own / "exported", states)
         plain = train_plain(case, two_by_two())
         for num_replicas, num_parts in ((4, 1), (1, 4)):
             other = CutModel(str(own / f"of {num_parts}"), case, mesh_of(num_replicas, num_parts))
             assert zo.load(own / "saved", other.model, other.optimizer) == "of the first"
             differing += _differing(states, whole_states(other.model, other.optimizer))
             zo.save(own / f"of {num_parts} parts", other.model, other.optimizer)
+            zo.export_safetensors(other.model, own / f"exported by {num_parts}", dtype=torch.float32)
+            folders = (own / "exported", own / f"exported by {num_parts}")
+            if not filecmp.cmp(*(folder / "model.safetensors" for folder in folders), shallow=False):
+                differing.append(f"{case}: exported by {num_parts}")
             zo.close(other.model)
+            afresh = CutModel(str(own / f"afresh {num_parts}"), case, mesh_of(num_replicas, num_parts))
+            zo.load_dcp(own / "dcp", afresh.model, afresh.optimizer)
+            differing += _differing(states, whole_states(afresh.model, afresh.optimizer))
+            zo.close(afresh.model)
             again = CutModel(str(own / f"after {num_parts}"), case, two_by_two())
             zo.load(own / f"of {num_parts} parts", again.model, again.optimizer)
             continued.append({"plain": plain, "offloaded": again.train(2)})
@@ -179,12 +192,17 @@ def load_into_whole_model(_rank: int, _world_size: int, folder: str) -> dict[str
     return differing
 
 
-def save_cut_stages(_rank: int, _world_size: int, folder: str) -> str:
-    """What is said to two stages of a pipeline, each cut in two, that have the same names."""
+def save_cut_stages(_rank: int, _world_size: int, folder: str) -> dict[str, str]:
+    """What is said to two stages of a pipeline, each cut in two, that have the same names; and to what joins none."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
     model = cut_model("plain norms", mesh["tp"])
     zo.offload(model, zo.OffloadConfig(threads=1), process_group=mesh["dp"], pipeline_group=mesh["pp"])
-    said = error_of(lambda: zo.save(folder, model, zo.AdamW(model.parameters(), **OPTIONS)))
+    optimizer = zo.AdamW(model.parameters(), **OPTIONS)
+    said = {
+        "zo.save": error_of(lambda: zo.save(folder, model, optimizer)),
+        "zo.save_dcp": error_of(lambda: zo.save_dcp(folder, model, optimizer)),
+        "zo.export_safetensors": error_of(lambda: zo.export_safetensors(model, folder)),
+    }
     zo.close(model)
     return said
 
@@ -208,6 +226,14 @@ def _differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
     """Names of what is not the same, to the bit."""
     names = one.keys() | other.keys()
     return sorted(name for name in names if not torch.equal(one[name], other[name]))
+
+
+def _differing_weights(folder: Path, states: dict[str, torch.Tensor]) -> list[str]:
+    """Of exported fp32 masters, those that another state of the model was not rounded from; or that are missing."""
+    weights = load_file(folder / "model.safetensors")
+    return sorted(
+        name for name, value in weights.items() if not torch.equal(value.to(states[name].dtype), states[name])
+    )
 
 
 def _in_8_bits(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -234,13 +260,6 @@ def call_ordinary(_rank: int, _world_size: int, folder: str) -> dict[str, Any]:
         "redistribute": error_of(lambda: weight.redistribute(placements=[Replicate()])),
         "add": error_of(lambda: weight.detach().add_(1)),
     }
-    checkpoints: dict[str, Callable[[], Any]] = {
-        "zo.save_dcp": lambda: zo.save_dcp(folder, model, cut_up.optimizer),
-        "zo.load_dcp": lambda: zo.load_dcp(folder, model, cut_up.optimizer),
-        "zo.load_deepspeed": lambda: zo.load_deepspeed(folder, model, cut_up.optimizer),
-        "zo.export_safetensors": lambda: zo.export_safetensors(model, folder),
-    }
-    found["checkpoints"] = {name: error_of(call) for name, call in checkpoints.items()}
     doubled = {name: value * 2 for name, value in start.state_dict().items()}
     model.load_state_dict(doubled)
     found["load_state_dict"] = _same_tensors(model.state_dict(), doubled)

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,11 @@ class Box:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
+
+    @classmethod
+    def of_all(cls, shape: Sequence[int]) -> Self:
+        """All of a tensor."""
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
@@ -97,6 +103,13 @@ class Box:
             place += (offset + index) * stride
             stride *= length
         return place
+
+
+def boxes_in(box: Box, start: int, stop: int) -> Iterator[Box]:
+    """The fewest boxes of the tensor, in rising order, that hold the elements `[start, stop)` of a box of it."""
+    for inner in boxes_of(box.sizes, start, stop):
+        offsets = (outer + offset for outer, offset in zip(box.offsets, inner.offsets, strict=True))
+        yield Box(box.shape, tuple(offsets), inner.sizes)
 
 
 def boxes_of(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from zerooffload.checkpoint.boxes import boxes_of
+from zerooffload.checkpoint.boxes import Box, boxes_in
 from zerooffload.checkpoint.dcp_reader import METADATA_FILE
 from zerooffload.errors import CheckpointError
 
@@ -90,11 +90,11 @@ class DcpWriter:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def write(self, key: Key, shape: Sequence[int], first: int, piece: torch.Tensor) -> None:
-        """Write elements of a tensor, from `first` on, counted row by row; `piece` is 1D, in host memory."""
-        tensor = self.written.tensors.setdefault(key, WrittenTensor(tuple(shape), piece.dtype))
+    def write(self, key: Key, part: Box, first: int, piece: torch.Tensor) -> None:
+        """Write elements of a box of a tensor, from `first` on, counted in the box; `piece` is 1D, in host memory."""
+        tensor = self.written.tensors.setdefault(key, WrittenTensor(part.shape, piece.dtype))
         done = 0
-        for box in boxes_of(shape, first, first + piece.numel()):
+        for box in boxes_in(part, first, first + piece.numel()):
             # A copy, because torch.save writes all of a storage.
             start, nbytes = self._save(piece[done : done + box.numel].clone().view(box.sizes))
             tensor.boxes.append(WrittenBox(box.offsets, box.sizes, self._name, start, nbytes))

@@ -79,8 +79,9 @@ class ParamEntry(_Strict):
     @property
     def box(self) -> Box:
         """In which the elements are counted."""
-        part = self.part or BoxEntry((0,) * len(self.shape), self.shape)
-        return Box(self.shape, part.offsets, part.sizes)
+        if self.part is None:
+            return Box.of_all(self.shape)
+        return Box(self.shape, self.part.offsets, self.part.sizes)
 
     @property
     def names(self) -> tuple[str, ...]:

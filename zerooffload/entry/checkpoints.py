@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zerooffload.checkpoint import promotion
-from zerooffload.entry.runs import run_of, run_of_whole
+from zerooffload.entry.runs import run_of, run_of_all_stages
 from zerooffload.errors import ConfigError
 from zerooffload.runtime import dcp_exchange, deepspeed_import
 from zerooffload.runtime.saving import SaveTicket
@@ -160,12 +160,12 @@ def save_dcp(
     Raises
     ------
     ConfigError
-        If the model is not offloaded or in use, is a stage of a pipeline or cut by tensor parallelism, or the directory
+        If the model is not offloaded or in use, is a stage of a pipeline, or the directory
         cannot be made.
     CheckpointError
         If it cannot be written; nothing of it is left then.
     """
-    run = run_of_whole(model, "zo.save_dcp")
+    run = run_of_all_stages(model, "zo.save_dcp")
     dcp_exchange.save_dcp(run, model, _as_list(optimizer), Path(directory))
 
 
@@ -193,9 +193,9 @@ def load_dcp(
         If there is no checkpoint, it is damaged, holds what could run code, or is of another model. If it says so while
         states are written, the run cannot go on.
     ConfigError
-        If the model is not offloaded, in use, or cut by tensor parallelism.
+        If the model is not offloaded, or in use.
     """
-    run = run_of_whole(model, "zo.load_dcp")
+    run = run_of(model.parameters())
     dcp_exchange.load_dcp(run, model, _as_list(optimizer), Path(directory))
 
 
@@ -224,9 +224,9 @@ def load_deepspeed(
         If there is no such checkpoint, it is damaged, of another model, or was made with tensor or pipeline
         parallelism. If it says so while states are written, the run cannot go on.
     ConfigError
-        If the model is not offloaded, in use, or cut by tensor parallelism.
+        If the model is not offloaded, or in use.
     """
-    run = run_of_whole(model, "zo.load_deepspeed")
+    run = run_of(model.parameters())
     deepspeed_import.load_deepspeed(run, model, Path(directory), moments=bool(_as_list(optimizer)))
 
 

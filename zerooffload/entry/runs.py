@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,18 +35,21 @@ def find_run(params: Iterable[torch.Tensor]) -> Run | None:
     return residence.run if residence is not None and isinstance(residence.run, Run) else None
 
 
-def run_of_whole(model: nn.Module, call: str) -> Run:
-    """The run of a model whose parameters are whole, for `call`, which knows of no others.
+def run_of_all_stages(model: nn.Module, call: str) -> Run:
+    """The run of a model that is no stage of a pipeline, for `call`, which cannot join them. Collective.
 
     Raises
     ------
     ConfigError
-        If the model is not offloaded, or tensor parallelism has cut it.
+        If the model is not offloaded, or is one.
     """
-    if any(is_distributed(param) for param in model.parameters()):
+    run = run_of(model.parameters())
+    # Their class has no stubs.
+    cut: Any = next((param for param in model.parameters() if is_distributed(param)), None)
+    num_parts = 1 if cut is None else cut.device_mesh.size()
+    if len(run.collectives.gather_of_parts(0)) > num_parts:
         raise ConfigError(
-            f"{call} does not know models that parallelize_module has cut: zo.save does, and zo.load reads what it"
-            " saved into one that is whole; torch.distributed.checkpoint saves model.state_dict() and"
-            " optimizer.state_dict(), whose values are DTensors"
+            f"{call} cannot join the stages of a pipeline: zo.save can, and zo.load reads what it saved into the whole"
+            " model"
         )
-    return run_of(model.parameters())
+    return run

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerooffload.checkpoint.boxes import Box
 from zerooffload.checkpoint.dcp_reader import DcpReader, prefix_of
 from zerooffload.checkpoint.dcp_writer import DcpWriter, Key, Written, write_metadata
 from zerooffload.checkpoint.model_weights import persistent_buffers
@@ -25,9 +26,9 @@ from zerooffload.optim.reference import read_moment
 from zerooffload.optim.rules import Moment
 from zerooffload.runtime.importing import import_states
 from zerooffload.runtime.loading import listed, short_pieces
-from zerooffload.runtime.logical_states import EXACT_STATES, PARAM, exact_values, held_params, state_chunks
+from zerooffload.runtime.logical_states import EXACT_STATES, PARAM, box_of, exact_values, held_params, state_chunks
 from zerooffload.runtime.run import Run
-from zerooffload.sharding.collectives import agree, writing_role
+from zerooffload.sharding.collectives import agree, gather_from_all, writing_role
 from zerooffload.sharding.layout import ParamSpec
 from zerooffload.sharding.registry import residence_of
 
@@ -42,8 +43,6 @@ Optimizers = Sequence[torch.optim.Optimizer]
 def save_dcp(run: Run, model: nn.Module, optimizers: Optimizers, directory: Path) -> None:
     """See `zo.save_dcp`."""
     ranks = run.collectives
-    if len(ranks.gather_of_parts(0)) > 1:
-        raise ConfigError("zo.save_dcp cannot join the stages of a pipeline: use zo.save")
     is_first, writes = writing_role(ranks)
 
     def write() -> Written:
@@ -64,7 +63,7 @@ def save_dcp(run: Run, model: nn.Module, optimizers: Optimizers, directory: Path
     folder = agree(ranks, lambda: StagedFolder(directory), "planning the checkpoint")
     try:
         agree(ranks, lambda: folder.create() if is_first else None, "making the folder")
-        everyones = ranks.gather_objects(agree(ranks, write, "writing the checkpoint"))
+        everyones = gather_from_all(ranks, agree(ranks, write, "writing the checkpoint"))
         agree(ranks, lambda: finish() if is_first else None, "finishing the checkpoint")
     finally:
         folder.discard()
@@ -145,26 +144,28 @@ class _DcpStates:
 def _write_states(run: Run, optimizers: Optimizers, writer: DcpWriter) -> None:
     """What this rank stands for: see [Note: what a rank holds of a logical tensor]."""
     optimized = {param.name for param in _params_of(optimizers)}
-    chunks = state_chunks(run.units)
+    chunks = [chunk for chunk in state_chunks(run.units) if chunk.part.flat.layout.counts]
     states = None if optimizers else EXACT_STATES
     with torch.no_grad(), run.logical_states(chunks, states, alone=True) as homes:
         for reading in homes.read(chunks):
             chunk, views = reading.chunk, reading.views()
             for piece in short_pieces(chunk, _BOX_NUMEL):
                 param, items = piece.param, chunk.cut(views, piece.place)
-                writer.write((_MODEL, param.name), param.shape, piece.start, exact_values(items))
+                box = box_of(param)
+                writer.write((_MODEL, param.name), box, piece.start, exact_values(items))
                 for moment in run.rule.moments if param.name in optimized and chunk.part.training is not None else ():
                     key = _state_key(param, moment)
-                    writer.write(key, param.shape, piece.start, read_moment(items, moment).contiguous())
+                    writer.write(key, box, piece.start, read_moment(items, moment).contiguous())
 
 
 def _write_whole(run: Run, model: nn.Module, optimizers: Optimizers, writer: DcpWriter) -> None:
     """What every rank has: buffers, step counts and settings."""
     for name, buffer in persistent_buffers(model):
-        writer.write((_MODEL, name), buffer.shape, 0, buffer.detach().reshape(-1).cpu())
+        writer.write((_MODEL, name), Box.of_all(buffer.shape), 0, buffer.detach().reshape(-1).cpu())
     for held in held_params(run.units):
-        if held.param.numel == 0:
-            writer.write((_MODEL, held.param.name), held.param.shape, 0, torch.empty(0, dtype=held.dtype))
+        box = Box.of_all(held.param.whole_shape)
+        if box.numel == 0:
+            writer.write((_MODEL, held.param.name), box, 0, torch.empty(0, dtype=held.dtype))
     num_steps = {held.param.name: held.num_steps for held in held_params(run.units)}
     groups = (group for optimizer in optimizers for group in _groups(optimizer))
     for number, (settings, params) in enumerate(groups):
@@ -173,7 +174,7 @@ def _write_whole(run: Run, model: nn.Module, optimizers: Optimizers, writer: Dcp
         writer.write_value((_OPTIMIZER, "param_groups", number, "params"), [param.name for param in params])
         for param in params:
             steps = torch.tensor([float(num_steps[param.name])])
-            writer.write((_OPTIMIZER, "state", param.name, _STEP), (), 0, steps)
+            writer.write((_OPTIMIZER, "state", param.name, _STEP), Box.of_all(()), 0, steps)
             for name, value in settings.items():
                 writer.write_value((_OPTIMIZER, f"param_groups.{param.name}.{name}"), value)
 

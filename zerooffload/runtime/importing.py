@@ -11,8 +11,8 @@ import torch
 from zerooffload.errors import CheckpointError
 from zerooffload.optim.low_bits import NEAREST
 from zerooffload.optim.reference import write_moment
-from zerooffload.runtime.loading import Views, listed, pieces_to_fill, set_steps, set_values, write_all
-from zerooffload.runtime.logical_states import PARAM, StateChunk, held_params, owned_chunks
+from zerooffload.runtime.loading import Views, joined, listed, pieces_to_fill, set_steps, set_values, write_all
+from zerooffload.runtime.logical_states import PARAM, Piece, StateChunk, held_params, owned_chunks, runs_in_whole
 from zerooffload.runtime.run import Run
 from zerooffload.sharding.collectives import agree
 from zerooffload.sharding.layout import ParamSpec
@@ -25,7 +25,7 @@ class ForeignStates(Protocol):
         """As it was saved; None if it was not."""
 
     def read(self, param: ParamSpec, state: str, start: int, stop: int) -> torch.Tensor:
-        """Elements `[start, stop)`, counted row by row: 1D, in host memory, of any floating dtype.
+        """Elements `[start, stop)`, counted row by row in all of it: 1D, in host memory, of any floating dtype.
 
         Raises
         ------
@@ -86,11 +86,10 @@ def _refill(run: Run, source: ForeignStates, *, moments: bool) -> None:
 
     def fill_chunk(chunk: StateChunk, views: Views) -> None:
         for piece, target in pieces_to_fill(chunk, views):
-            set_values(target, source.read(piece.param, PARAM, piece.start, piece.stop))
+            set_values(target, _read(source, piece, PARAM))
             if chunk.part.training is not None and piece.param.name in updated:
                 for moment in rule.moments:
-                    value = source.read(piece.param, moment.name, piece.start, piece.stop)
-                    write_moment(target, moment, value.float(), NEAREST)
+                    write_moment(target, moment, _read(source, piece, moment.name).float(), NEAREST)
 
     with run.logical_states(chunks, alone=True) as homes:
 
@@ -99,6 +98,11 @@ def _refill(run: Run, source: ForeignStates, *, moments: bool) -> None:
             set_steps(run.units, lambda param: num_steps.get(param.name, 0))
 
         run.refill(fill, max(num_steps.values(), default=0))
+
+
+def _read(source: ForeignStates, piece: Piece, state: str) -> torch.Tensor:
+    runs = ((first, first + place.stop - place.start) for first, place in runs_in_whole(piece))
+    return joined([source.read(piece.param, state, first, stop) for first, stop in runs])
 
 
 def _check(
@@ -122,9 +126,9 @@ def _check(
         )
     for param in params:
         for state in (PARAM, *(moments if param.name in updated else ())):
-            if source.shape(param, state) != param.shape:
+            if source.shape(param, state) != param.whole_shape:
                 raise CheckpointError(
-                    f"{param.name} has the shape {list(param.shape)}, its {state} in the checkpoint"
+                    f"{param.name} has the shape {list(param.whole_shape)}, its {state} in the checkpoint"
                     f" {list(source.shape(param, state) or ())}"
                 )
     return updated

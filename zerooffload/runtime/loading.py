@@ -176,7 +176,7 @@ class Loading:
             return
         runs = saved.runs(box, piece.start, piece.stop)
         values = [self._moment_of(run, states.values(), moment) for run in runs]
-        write_moment(target, moment, _joined(values), NEAREST)
+        write_moment(target, moment, joined(values), NEAREST)
 
     def _moment_of(self, run: Run, states: Collection[StateEntry], moment: Moment) -> torch.Tensor:
         """Its values, of elements that may begin within a block."""
@@ -188,7 +188,7 @@ class Loading:
         """Those of the states that the parameter has. Of blocks only if the parameter is cut as it was saved."""
         runs = list(saved.runs(box_of(piece.param), piece.start, piece.stop))
         return {
-            state.name: _joined([self._reader.read(run.part, state, run.first, run.stop) for run in runs])
+            state.name: joined([self._reader.read(run.part, state, run.first, run.stop) for run in runs])
             for state in saved.group.states
             if state.name in names
         }
@@ -308,7 +308,8 @@ def set_values(target: Views, values: torch.Tensor) -> None:
             target[MASTER.name].copy_(values)
 
 
-def _joined(items: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(items: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One behind the other, 1D; a single one itself."""
     return items[0] if len(items) == 1 else torch.cat(list(items))
 
 

@@ -172,8 +172,14 @@ def owned_chunks(units: Iterable[Unit]) -> list[StateChunk]:
 
 def box_of(param: ParamSpec) -> Box:
     """What a rank has of a parameter: all of it, but of one that tensor parallelism has cut."""
-    offsets = (0,) * len(param.shape) if param.cut is None else param.cut.offsets
-    return Box(param.whole_shape, offsets, param.shape)
+    return Box.of_all(param.shape) if param.cut is None else Box(param.cut.shape, param.cut.offsets, param.shape)
+
+
+def runs_in_whole(piece: Piece) -> Iterator[tuple[int, slice]]:
+    """Where in all of a parameter a piece's elements lie: the first of each run of them, and its place in the chunk."""
+    begin = piece.place.start - piece.start
+    for first, start, numel in box_of(piece.param).places(piece.start, piece.stop):
+        yield first, slice(begin + start, begin + start + numel)
 
 
 def exact_values(items: Views) -> torch.Tensor:

@@ -10,7 +10,15 @@ import torch
 
 from zerooffload.checkpoint.weights_writer import WeightsWriter
 from zerooffload.errors import ConfigError, InternalError
-from zerooffload.runtime.logical_states import EXACT_STATES, PARAM, Piece, Views, exact_values, state_chunks
+from zerooffload.runtime.logical_states import (
+    EXACT_STATES,
+    PARAM,
+    Piece,
+    Views,
+    exact_values,
+    runs_in_whole,
+    state_chunks,
+)
 from zerooffload.runtime.run import Run
 from zerooffload.sharding.unit import Unit
 
@@ -74,19 +82,24 @@ def write_parameters(run: Run, units: Sequence[Unit], tensors: Iterable[FileTens
     def made_of(piece: Piece) -> Sequence[FileTensor]:
         return wanted.get(id(params[piece.param.name]), ())
 
-    chunks = [chunk for chunk in state_chunks(units) if any(made_of(piece) for piece in chunk.pieces)]
+    chunks = [
+        chunk
+        for chunk in state_chunks(units)
+        if chunk.part.flat.layout.counts and any(made_of(piece) for piece in chunk.pieces)
+    ]
     run.check_idle("zo.export_safetensors")
     with torch.no_grad(), run.logical_states(chunks, states, alone=True) as homes:
         for reading in homes.read(chunks):
             chunk, views = reading.chunk, reading.views()
             for piece in chunk.pieces:
-                for tensor in made_of(piece):
-                    low = max(piece.start, tensor.first)
-                    high = min(piece.stop, tensor.first + tensor.numel)
-                    for start in range(low, high, _PIECE_NUMEL):
-                        stop = min(start + _PIECE_NUMEL, high)
-                        place = slice(piece.place.start + start - piece.start, piece.place.start + stop - piece.start)
-                        writer.write(tensor.name, start - tensor.first, _values(views, place, tensor))
+                for first, there in runs_in_whole(piece):
+                    for tensor in made_of(piece):
+                        low = max(first, tensor.first)
+                        high = min(first + there.stop - there.start, tensor.first + tensor.numel)
+                        for start in range(low, high, _PIECE_NUMEL):
+                            stop = min(start + _PIECE_NUMEL, high)
+                            place = slice(there.start + start - first, there.start + stop - first)
+                            writer.write(tensor.name, start - tensor.first, _values(views, place, tensor))
 
 
 def write_buffers(tensors: Iterable[FileTensor], writer: WeightsWriter) -> None:

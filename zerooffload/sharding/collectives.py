@@ -403,11 +403,12 @@ def gather_from_all(collectives: Collectives, value: T) -> list[T]:
 def writing_role(collectives: Collectives) -> tuple[bool, bool]:
     """Whether this rank is the first that trains the model, and whether no earlier one has the same shard. Collective.
 
-    Replicas hold the same shards: the first that has one writes it.
+    Replicas hold the same shards of a part: the first that has one writes it.
     """
-    everyone = collectives.gather_objects((collectives.global_rank, collectives.rank))
-    first_of_shard = next(number for number, rank in everyone if rank == collectives.rank)
-    return collectives.global_rank == everyone[0][0], collectives.global_rank == first_of_shard
+    of_part = collectives.gather_objects((collectives.global_rank, collectives.rank))
+    first_of_shard = next(number for number, rank in of_part if rank == collectives.rank)
+    first_of_all = collectives.gather_of_parts(of_part[0][0])[0]
+    return collectives.global_rank == first_of_all, collectives.global_rank == first_of_shard
 
 
 def agree(collectives: Collectives, work: Callable[[], T], what: str) -> T:

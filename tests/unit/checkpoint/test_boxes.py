@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from zerooffload.checkpoint.boxes import Box, boxes_of
+from zerooffload.checkpoint.boxes import Box, boxes_in, boxes_of
 
 SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (4, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 2)]
 
@@ -51,6 +51,17 @@ def test_the_elements_of_a_box_have_places(shape: tuple[int, ...]) -> None:
                 for step in range(numel)
             ]
             assert found == [(number, elements[number]) for number in range(start, stop)]
+
+
+def test_boxes_in_a_box_are_those_of_the_tensor() -> None:
+    numbers = torch.arange(60).view(3, 4, 5)
+    outer = Box((3, 4, 5), (1, 0, 2), (2, 4, 3))
+    elements = numbers[1:, :, 2:].flatten().tolist()
+    for start, stop in itertools.combinations(range(outer.numel + 1), 2):
+        boxes = list(boxes_in(outer, start, stop))
+        assert all(box.is_inside for box in boxes)
+        found = [numbers[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))] for box in boxes]
+        assert torch.cat([piece.flatten() for piece in found]).tolist() == elements[start:stop]
 
 
 def test_boxes_overlap_where_they_share_an_element() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from zerooffload import CheckpointError
+from zerooffload.checkpoint.boxes import Box
 from zerooffload.checkpoint.dcp_reader import METADATA_FILE, DcpReader, prefix_of
 from zerooffload.checkpoint.dcp_writer import DcpWriter, write_metadata
 
@@ -46,20 +47,24 @@ def test_torch_reads_what_was_written_in_pieces(tmp_path: Path) -> None:
     written = []
     for rank, (start, stop) in enumerate([(0, 5), (5, 12)]):
         with DcpWriter(tmp_path, rank) as writer:
-            writer.write(("model", "w"), (3, 4), start, WEIGHT.view(-1)[start:stop])
+            writer.write(("model", "w"), Box.of_all((3, 4)), start, WEIGHT.view(-1)[start:stop])
+            columns = Box((3, 4), (0, 2 * rank), (3, 2))
+            writer.write(("model", "cut"), columns, 0, WEIGHT[:, 2 * rank : 2 * rank + 2].flatten())
             if rank:
-                writer.write(("model", "s"), (), 0, torch.tensor([2.0]))
-                writer.write(("model", "e"), (0, 2), 0, torch.empty(0))
+                writer.write(("model", "s"), Box.of_all(()), 0, torch.tensor([2.0]))
+                writer.write(("model", "e"), Box.of_all((0, 2)), 0, torch.empty(0))
                 writer.write_value(("lr",), 0.5)
             writer.finish()
             written.append(writer.written)
     write_metadata(tmp_path, written, {("model", "tied"): ("model", "w")})
-    tensors = {"w": torch.zeros(3, 4), "tied": torch.zeros(3, 4), "s": torch.zeros(()), "e": torch.zeros(0, 2)}
+    tensors = {name: torch.zeros(3, 4) for name in ("w", "cut", "tied")}
+    tensors |= {"s": torch.zeros(()), "e": torch.zeros(0, 2)}
     states = {"model": tensors, "lr": 0.0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(states, checkpoint_id=tmp_path)
     assert torch.equal(tensors["w"], WEIGHT)
+    assert torch.equal(tensors["cut"], WEIGHT)
     assert torch.equal(tensors["tied"], WEIGHT)
     assert (tensors["s"].item(), states["lr"]) == (2.0, 0.5)
 

@@ -28,7 +28,7 @@ from zerooffload.checkpoint.weights_writer import (
     plan_files,
     write_json,
 )
-from zerooffload.entry.runs import run_of_whole
+from zerooffload.entry.runs import run_of_all_stages
 from zerooffload.errors import CheckpointError, ConfigError
 from zerooffload.formats import parse_bytes
 from zerooffload.integrations.huggingface.exported_tensors import (
@@ -42,7 +42,7 @@ from zerooffload.integrations.huggingface.models import transformers_errors
 from zerooffload.runtime.param_access import units_of
 from zerooffload.runtime.run import Run
 from zerooffload.runtime.weight_export import FileTensor, write_buffers, write_parameters
-from zerooffload.sharding.collectives import agree, writing_role
+from zerooffload.sharding.collectives import agree, gather_from_all, writing_role
 from zerooffload.sharding.registry import residence_of
 from zerooffload.sharding.unit import Unit
 
@@ -87,16 +87,14 @@ def export_safetensors(
     Raises
     ------
     ConfigError
-        If the model is not offloaded, is in use, cut by tensor parallelism, or cannot be stored in a way that loads; if
-        the directory cannot be made, or holds files.
+        If the model is not offloaded, is in use, a stage of a pipeline, or cannot be stored in a way that loads; if the
+        directory cannot be made, or holds files.
     CheckpointError
         If the files cannot be written, or do not hold what they were given. Nothing of them is left then.
     """
-    run = run_of_whole(model, "zo.export_safetensors")
+    run = run_of_all_stages(model, "zo.export_safetensors")
     _, units = units_of(model)
     ranks = run.collectives
-    if len(ranks.gather_of_parts(0)) > 1:
-        raise ConfigError("a stage of a pipeline is no model that can be loaded: save its state_dict, stage by stage")
     is_first, writes = writing_role(ranks)
 
     def plan() -> tuple[StagedFolder, list[_Weights]]:
@@ -115,7 +113,7 @@ def export_safetensors(
     folder, weights = agree(ranks, plan, "planning the export")
     try:
         agree(ranks, lambda: _create(folder, weights) if is_first else None, "making the folder")
-        written = ranks.gather_objects(agree(ranks, write, "writing the weights"))
+        written = gather_from_all(ranks, agree(ranks, write, "writing the weights"))
         agree(ranks, lambda: finish() if is_first else None, "finishing the folder")
     finally:
         folder.discard()
