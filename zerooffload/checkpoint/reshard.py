@@ -39,14 +39,11 @@ class SavedPart:
 
     Attributes
     ----------
-    number : int
-        Its place among the parts of the parameter.
     box : Box
     sources : tuple[Source, ...]
         All its elements, in their order, counted in the box.
     """
 
-    number: int
     box: Box
     sources: tuple[Source, ...]
 
@@ -149,8 +146,8 @@ def join(manifests: Sequence[Manifest], where: str) -> Checkpoint:
     params = {}
     for name, (entry, group) in entries.items():
         parts = (
-            SavedPart(number, box, tuple(sorted(of_part, key=lambda source: source.start)))
-            for number, (box, of_part) in enumerate(sources[name].items())
+            SavedPart(box, tuple(sorted(of_part, key=lambda source: source.start)))
+            for box, of_part in sources[name].items()
         )
         param = SavedParam(entry, group, tuple(parts))
         _check_whole(param, where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 import xxhash
@@ -16,16 +16,24 @@ from zerooffload.checkpoint.shard_files import Range, ShardFile, dtype_of
 from zerooffload.errors import CheckpointError
 
 
+class _Kept(NamedTuple):
+    """A range, and the rank and chunk that it is of."""
+
+    where: tuple[int, int]
+    content: torch.Tensor
+
+
 class ShardReader:
     """A checkpoint's folder, open for reading; a context manager.
 
-    Of each state and part of a parameter, the range that was read last is kept: asked for in the order of the files,
-    each is read once.
+    Of each state, the ranges that were read last are kept: asked for in the order of the files, each is read once.
 
     Attributes
     ----------
     path : pathlib.Path
     checkpoint : Checkpoint
+    num_kept : int
+        Of each state: as many as parts that are read in turn, whose rows together are those of a parameter.
 
     Raises
     ------
@@ -37,7 +45,9 @@ class ShardReader:
         self.path = path
         self.checkpoint: Checkpoint = join(read_manifests(path), str(path))
         self._files: dict[tuple[int, str], SafetensorsFile] = {}
-        self._kept: dict[tuple[str, int], tuple[int, int, torch.Tensor]] = {}
+        self.num_kept = 1
+        # The one that was used last comes last.
+        self._kept: dict[str, list[_Kept]] = {}
         self._open = ExitStack()
         try:
             for rank, files in enumerate(self.checkpoint.files):
@@ -65,8 +75,7 @@ class ShardReader:
             for state, file in files.items():
                 for place in file.ranges.values():
                     longest[state] = max(longest.get(state, 0), place.nbytes)
-        num_parts = max((len(param.parts) for param in self.checkpoint.params.values()), default=0)
-        return num_parts * sum(longest.values())
+        return self.num_kept * sum(longest.values())
 
     def read(self, part: SavedPart, state: StateEntry, start: int, stop: int) -> torch.Tensor:
         """The items of elements `[start, stop)` of a state of a parameter's part, 1D; `start` begins a block.
@@ -80,9 +89,7 @@ class ShardReader:
         items = torch.empty(-(-(stop - start) // per_item), dtype=dtype)
         for source in part.within(start, stop):
             place = self.checkpoint.files[source.rank][state.name].ranges[source.chunk]
-            content = self._range(source, (state.name, part.number), place)[
-                place.segments[source.segment].offset_bytes :
-            ]
+            content = self._range(source, state.name, place)[place.segments[source.segment].offset_bytes :]
             low, high = max(start, source.start), min(stop, source.stop)
             first, last = (low - source.start) // per_item, -(-(high - source.start) // per_item)
             target = items[(low - start) // per_item :][: last - first]
@@ -95,17 +102,21 @@ class ShardReader:
             raise CheckpointError(f"{opened.path} holds other tensors than the manifest says")
         return opened
 
-    def _range(self, source: Source, key: tuple[str, int], place: Range) -> torch.Tensor:
-        rank, chunk, content = self._kept.get(key, (-1, -1, torch.empty(0, dtype=torch.uint8)))
-        if (rank, chunk) == (source.rank, source.chunk):
-            return content
-        if content.numel() != place.nbytes:
-            # Not before the other is gone.
-            self._kept.pop(key, None)
-            del content
-            content = torch.empty(place.nbytes, dtype=torch.uint8)
-        self._kept.pop(key, None)
-        state, _ = key
+    def _range(self, source: Source, state: str, place: Range) -> torch.Tensor:
+        kept, where = self._kept.setdefault(state, []), (source.rank, source.chunk)
+        content = next((item.content for item in kept if item.where == where), None)
+        kept[:] = [item for item in kept if item.where != where]
+        if content is None:
+            content = kept.pop(0).content if len(kept) >= self.num_kept else None
+            if content is None or content.numel() != place.nbytes:
+                # Not before the other is gone.
+                content = None
+                content = torch.empty(place.nbytes, dtype=torch.uint8)
+            self._read_range(source, state, place, content)
+        kept.append(_Kept(where, content))
+        return content
+
+    def _read_range(self, source: Source, state: str, place: Range, content: torch.Tensor) -> None:
         file = self._files[source.rank, state]
         file.read_data(place.offset_bytes, content)
         expected = self.checkpoint.manifests[source.rank].chunks[source.chunk].checksums[state]
@@ -113,5 +124,3 @@ class ShardReader:
             raise CheckpointError(
                 f"{file.path}: {place.nbytes} bytes from {place.offset_bytes} on are not what was written there"
             )
-        self._kept[key] = source.rank, source.chunk, content
-        return content

@@ -89,6 +89,7 @@ class Loading:
             self._saved = self._reader.checkpoint.params
             self._check_algorithm(states.algorithm)
             self._check_model(names)
+            self._reader.num_kept = max(map(self._num_parts, held_params(units)), default=1)
             host = resources.budgets[TierName.HOST]
             self._open.callback(host.lease(self._reader.kept_nbytes, HOLDER).release)
             self._chunks = owned_chunks(units)
@@ -195,6 +196,11 @@ class Loading:
 
     def _saved_of(self, names: Sequence[str]) -> SavedParam:
         return next(self._saved[name] for name in names if name in self._saved)
+
+    def _num_parts(self, item: HeldParam) -> int:
+        """How many parts of a parameter are read in turn: one, if it is cut as it was when it was saved."""
+        saved = self._saved_of(item.param.names)
+        return len(saved.parts) if saved.part_of(box_of(item.param)) is None else 1
 
     def _check_algorithm(self, algorithm: str) -> None:
         saved = self.manifest.algorithm
